@@ -1,0 +1,40 @@
+# Two commands are enough on a fresh machine: `make audit` and `make test`.
+PYTHON ?= python3
+BIN    := .venv/bin
+# torch goes in first and plainly: a range, or another package's wish for torch, may bring gigabytes of GPU libraries.
+TORCH  ?= torch==2.13.0
+# Small networks run slower on many threads than on one as soon as anything else runs.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: audit test lint format clean
+
+audit: .venv/.installed
+	$(BIN)/gradveil audit --resume
+
+test: lint
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: .venv/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "gradveil needs Python 3.11 or newer, got " + sys.version.split()[0] + "; name another with make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: pyproject.toml | .venv/bin/python
+	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	touch $@
+
+.venv/.installed-dev: pyproject.toml .venv/.installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@

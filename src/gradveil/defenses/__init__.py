@@ -1,0 +1,46 @@
+"""Defenses by name. One file a method; every file in this folder is imported, so a new file is a new method."""
+
+import re
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation
+from gradveil.errors import ParameterError
+from gradveil.registry import parse_spec
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["DEFENSES", "Chain", "Defense", "ErrorFeedback", "Memory", "Perturbation", "create"]
+
+
+def create(spec: str, /, **parameters: Any) -> Defense:
+    """Build a defense from its name and parameters, or from one text as the command line takes it.
+
+    In the text ``+`` chains defenses, and ``+error-feedback`` wraps all that stands before it.
+
+    >>> create("dual-pruning", k1=0.1)
+    gradveil.defense('dual-pruning', k1=0.1, k2=0.75)
+    >>> create("top-k:keep=0.1+gaussian-noise:std=0.01+error-feedback")
+    gradveil.ErrorFeedback(gradveil.Chain(gradveil.defense('top-k', keep=0.1), gradveil.defense('gaussian-noise', std=0.01)))
+    """
+    links = re.split(r"\+(?=[a-zA-Z])", spec)
+    if parameters and (len(links) > 1 or ":" in spec):
+        raise ParameterError(f"{spec}: give parameters in the text or as keywords, not both")
+    parts: list[Defense] = []
+    for link in links:
+        name, given = parse_spec(link)
+        if name == "error-feedback":
+            if not parts:
+                raise ParameterError("error-feedback wraps a defense: write NAME+error-feedback")
+            if given:
+                raise ParameterError(f"error-feedback takes no parameters, got {given}")
+            parts = [ErrorFeedback(_join(parts))]
+        else:
+            parts.append(DEFENSES.create(name, **given, **parameters))
+    return _join(parts)
+
+
+def _join(parts: list[Defense]) -> Defense:
+    return parts[0] if len(parts) == 1 else Chain(*parts)

@@ -1,0 +1,428 @@
+"""The contract of a defense, and defenses made of defenses."""
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import InputError, ParameterError
+from gradveil.randomness import Draws, fresh_generator
+from gradveil.registry import Registry, format_spec
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Update, compute_update, weighted_mean
+
+DEFENSES: Registry["Defense"] = Registry("defense")
+
+Memory = MutableMapping[str, Tensor]
+Public = Mapping[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+
+
+class Defense(ABC):
+    """What a client does to its update before anybody sees it, and what the server does with the updates.
+
+    A new defense is one file: a dataclass registered with ``@DEFENSES.register(name)`` whose fields are its
+    parameters, checked in ``__post_init__``. One that needs only gradients derives from `Perturbation`; one that
+    needs the client's data overrides `share`.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    gradient_only: bool = False  # True: `perturb` works without the client's data
+
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:  # noqa: ARG002
+        """Once, before training: measure or search on public data. Returns the task, changed if the model changes."""
+        return task
+
+    def announce(
+        self,
+        task: Task,  # noqa: ARG002
+        inputs: Tensor,  # noqa: ARG002
+        labels: Tensor,  # noqa: ARG002
+        *,
+        generator: torch.Generator | None = None,  # noqa: ARG002
+        memory: Memory | None = None,  # noqa: ARG002
+    ) -> Public | None:
+        """What one elected client publishes before the round; most defenses need nothing."""
+        return None
+
+    @abstractmethod
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """What leaves the client.
+
+        Args:
+            task: the model at the weights the server sent.
+            inputs: the client's batch, images in [0, 1].
+            labels: its labels.
+            generator: the client's randomness; default: fresh entropy.
+            memory: the client's own state, the same mapping every round.
+            public: what the elected client announced.
+            local: local steps (FedAvg); None: a single gradient.
+        """
+
+    def perturb(
+        self,
+        gradients: Mapping[str, Tensor],  # noqa: ARG002
+        *,
+        generator: torch.Generator | None = None,  # noqa: ARG002
+        memory: Memory | None = None,  # noqa: ARG002
+    ) -> Update:
+        """The defended gradients, for defenses that need nothing else; `gradients` is not touched."""
+        raise InputError(f"{self.name}: needs the client's data; call share(task, inputs, labels) instead of perturb")
+
+    def visible(self, updates: Sequence[Update]) -> list[Update]:
+        """What the server can read of the updates of a round."""
+        return list(updates)
+
+    def aggregate(
+        self,
+        updates: Sequence[Update],
+        *,
+        weights: Sequence[float] | None = None,
+        memory: Memory | None = None,  # noqa: ARG002
+        public: Public | None = None,  # noqa: ARG002
+    ) -> Update:
+        """What the server makes of the updates of a round: their weighted mean."""
+        return weighted_mean(updates, weights)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters by name, as the factory takes them."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.init}
+
+    def __str__(self) -> str:
+        return format_spec(self.name, self.parameters)
+
+    def __repr__(self) -> str:
+        arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())
+        return f"gradveil.defense({self.name!r}{arguments})"
+
+
+class Perturbation(Defense):
+    """A defense that needs only gradients.
+
+    Subclasses write one function, `perturb_rows`, for one layer of many clients: row i belongs to client i. A single
+    client is a batch of one, so batch and loop are the same code.
+
+    Under FedAvg it acts once, on the finished update.
+    """
+
+    gradient_only = True
+
+    @abstractmethod
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
+        """Defend one layer: ``[clients, values]`` to ``[clients, values]``; `rows` must not be changed.
+
+        Args:
+            rows: a layer's gradients, one client a row; there may be no values at all.
+            draws: random tensors, each row from its client's generator.
+        """
+
+    def perturb(
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,  # noqa: ARG002
+    ) -> Update:
+        """The defended gradients of one client; `gradients` is not touched."""
+        stacked = {name: value[None] for name, value in gradients.items()}
+        result = self.perturb_clients(stacked, generators=None if generator is None else [generator])
+        return Update({name: value[0] for name, value in result.items()}, _meta_of(gradients))
+
+    def perturb_clients(
+        self, gradients: Mapping[str, Tensor], *, generators: Sequence[torch.Generator] | None = None
+    ) -> dict[str, Tensor]:
+        """The defended gradients of many clients at once: every tensor has a leading client dimension.
+
+        Args:
+            gradients: ``[clients, *parameter shape]`` by name.
+            generators: one a client, so that each gets what it would have got alone; default: fresh entropy.
+        """
+        _check_finite(self.name, gradients)
+        clients = len(next(iter(gradients.values())))
+        if generators is None:
+            generators = [fresh_generator(next(iter(gradients.values())).device) for _ in range(clients)]
+        if len(generators) != clients:
+            raise InputError(f"{self.name}: expected one generator a client ({clients}), got {len(generators)}")
+        draws = Draws(generators)
+        return {
+            name: self.perturb_rows(value.reshape(clients, -1), draws).reshape(value.shape)
+            if value.numel()
+            else value.clone()
+            for name, value in gradients.items()
+        }
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,  # noqa: ARG002
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """Compute the client's update and perturb it."""
+        update = compute_update(task, inputs, labels, local=local, generator=generator)
+        return self.perturb(update, generator=generator, memory=memory)
+
+
+class ErrorFeedback(Defense):
+    r"""What a defense held back is added to the next round's gradient (Karimireddy et al., ICML 2019).
+
+    .. math:: P = g + e, \quad sent = D(P), \quad e \leftarrow P - sent
+
+    The residual `e` lives in the client's `memory` under ``residual/<layer>``, so the same mapping must be passed
+    every round.
+
+    Args:
+        inner: a gradient-only defense.
+
+    Example:
+        >>> import gradveil
+        >>> defense = ErrorFeedback(gradveil.defense("top-k", keep=0.5))
+        >>> memory = {}
+        >>> defense.perturb({"w": torch.tensor([1.0, 3.0])}, memory=memory)["w"].tolist()
+        [0.0, 3.0]
+        >>> defense.perturb({"w": torch.tensor([2.5, 3.0])}, memory=memory)["w"].tolist()
+        [3.5, 0.0]
+    """
+
+    paper = "Karimireddy et al., ICML 2019"
+    gradient_only = True
+
+    def __init__(self, inner: Defense) -> None:
+        if not inner.gradient_only:
+            raise ParameterError(
+                f"error-feedback: the inner defense must need only gradients, got {inner.name}, which needs data"
+            )
+        if _has_server_side(inner):
+            raise ParameterError(f"error-feedback: {inner.name} aggregates in its own way and cannot be wrapped")
+        self.inner = inner
+        self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
+
+    def perturb(
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+    ) -> Update:
+        """Defend gradient + residual, and keep what was not sent."""
+        if memory is None:
+            raise InputError("error-feedback: needs memory=, a mapping that is the client's own and lives through all rounds")
+        wanted = {
+            name: value + memory[f"residual/{name}"] if f"residual/{name}" in memory else value
+            for name, value in gradients.items()
+        }
+        sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"))
+        for name, value in wanted.items():
+            memory[f"residual/{name}"] = value - sent[name]
+        return Update(sent, _meta_of(gradients))
+
+    share = Perturbation.share
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The inner defense's parameters."""
+        return self.inner.parameters
+
+    def __str__(self) -> str:
+        return f"{self.inner}+error-feedback"
+
+    def __repr__(self) -> str:
+        return f"gradveil.ErrorFeedback({self.inner!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ErrorFeedback) and self.inner == other.inner
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Chain(Defense):
+    """Several defenses one after the other; all but the first must need only gradients.
+
+    At most one of them may have a server side of its own (`announce`, `visible` or `aggregate`).
+
+    Args:
+        parts: two or more defenses, in the order in which they act.
+
+    Example:
+        >>> import gradveil
+        >>> chain = Chain(gradveil.defense("top-k", keep=0.1), gradveil.defense("gaussian-noise", std=0.01))
+        >>> str(chain)
+        'top-k:keep=0.1+gaussian-noise:std=0.01'
+    """
+
+    paper = "-"
+
+    def __init__(self, *parts: Defense) -> None:
+        if len(parts) < 2:
+            raise ParameterError(f"chain: expected two or more defenses, got {len(parts)}")
+        for part in parts[1:]:
+            if not part.gradient_only:
+                raise ParameterError(f"chain: {part.name} needs data and must come first")
+        with_server_side = [part for part in parts if _has_server_side(part)]
+        if len(with_server_side) > 1:
+            raise ParameterError(
+                "chain: at most one defense may have a server side, got "
+                + " and ".join(part.name for part in with_server_side)
+            )
+        self.parts = parts
+        self.name = "+".join(part.name for part in parts)  # type: ignore[misc]
+        self.gradient_only = all(part.gradient_only for part in parts)
+        self._server = with_server_side[0] if with_server_side else parts[0]
+
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+        """Prepare every part in turn."""
+        for part in self.parts:
+            task = part.prepare(task, public=public, generator=generator)
+        return task
+
+    def announce(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+    ) -> Public | None:
+        """What the part with a server side announces."""
+        return self._server.announce(task, inputs, labels, generator=generator, memory=memory)
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """The first part shares, the others perturb."""
+        generator = generator or fresh_generator(inputs.device)
+        update = self.parts[0].share(
+            task, inputs, labels, generator=generator, memory=scoped(memory, "0"), public=public, local=local
+        )
+        return self._perturb_from(1, update, generator, memory)
+
+    def perturb(
+        self,
+        gradients: Mapping[str, Tensor],
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+    ) -> Update:
+        """Every part perturbs in turn."""
+        device = next(iter(gradients.values())).device
+        update = Update(gradients, _meta_of(gradients))
+        return self._perturb_from(0, update, generator or fresh_generator(device), memory)
+
+    def _perturb_from(
+        self, first: int, update: Update, generator: torch.Generator, memory: Memory | None
+    ) -> Update:
+        for index, part in enumerate(self.parts[first:], start=first):
+            update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
+        return update
+
+    def visible(self, updates: Sequence[Update]) -> list[Update]:
+        """As the part with a server side says."""
+        return self._server.visible(updates)
+
+    def aggregate(
+        self,
+        updates: Sequence[Update],
+        *,
+        weights: Sequence[float] | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+    ) -> Update:
+        """As the part with a server side says."""
+        return self._server.aggregate(updates, weights=weights, memory=memory, public=public)
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """Each part's parameters under its place and name."""
+        return {f"{index}.{part.name}": part.parameters for index, part in enumerate(self.parts)}
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
+
+    def __repr__(self) -> str:
+        return f"gradveil.Chain({', '.join(map(repr, self.parts))})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Chain) and self.parts == other.parts
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Scoped(MutableMapping[str, Tensor]):
+    """The part of a memory under a prefix, so that parts of a chain do not see each other's state."""
+
+    def __init__(self, memory: Memory, prefix: str) -> None:
+        self._memory, self._prefix = memory, f"{prefix}/"
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._memory[self._prefix + key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self._memory[self._prefix + key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._memory[self._prefix + key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key.removeprefix(self._prefix) for key in self._memory if key.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def scoped(memory: Memory | None, prefix: str) -> Memory | None:
+    """A view of `memory` in which every key stands under `prefix`."""
+    return None if memory is None else _Scoped(memory, prefix)
+
+
+def _has_server_side(defense: Defense) -> bool:
+    if isinstance(defense, Chain):
+        return any(map(_has_server_side, defense.parts))
+    return any(
+        getattr(type(defense), method) is not getattr(Defense, method)
+        for method in ("announce", "visible", "aggregate")
+    )
+
+
+def _meta_of(gradients: Mapping[str, Tensor]) -> Any:
+    return dataclasses.replace(gradients.meta, bytes=None) if isinstance(gradients, Update) else None
+
+
+def _check_finite(owner: str, gradients: Mapping[str, Tensor]) -> None:
+    if not gradients:
+        raise InputError(f"{owner}: expected gradients by parameter name, got none")
+    for name, value in gradients.items():
+        if not value.is_floating_point():
+            raise InputError(f"{owner}: gradients must be floating-point, got {value.dtype} in {name!r}")
+        if not torch.isfinite(value).all():
+            raise InputError(
+                f"{owner}: gradients must be finite, got NaN or Inf in {name!r}; lower the learning rate or check the data"
+            )

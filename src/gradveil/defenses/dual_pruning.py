@@ -1,0 +1,58 @@
+"""Dual Gradient Pruning: zero the largest and the smallest values."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.selection import keep_ranks, share_of
+from gradveil.errors import ParameterError
+from gradveil.randomness import Draws
+
+
+@DEFENSES.register("dual-pruning")
+@dataclass(repr=False)
+class DualPruning(Perturbation):
+    r"""Dual Gradient Pruning (DGP): zero the largest *and* the smallest values of each layer.
+
+    Of a layer's n values, ordered by magnitude, the top ``ceil(k1 n)`` and the bottom ``floor(k2 n)`` are zeroed and
+    the band between is shared. The large values tell the label and move the attacker's target most; the small ones
+    save bytes and starve active attacks. The paper pairs it with error feedback: ``ErrorFeedback(DualPruning())``.
+
+    Rounding up at the top is our choice (the paper is silent): even the largest of ten bias entries, which tells
+    the label, never leaves. Ties are broken by position, so the counts are exact. A layer of one value sends zero.
+
+    Args:
+        k1: share of the largest values removed.
+        k2: share of the smallest values removed. k1 = k2 = 0 is the identity.
+
+    References:
+        Xue et al., Revisiting Gradient Pruning: A Dual Realization for Defending against Gradient Attacks, AAAI 2024.
+
+    Example:
+        >>> import torch
+        >>> DualPruning(k1=0.25, k2=0.25).perturb({"w": torch.tensor([1.0, -4.0, 2.0, 0.5])})["w"].tolist()
+        [1.0, 0.0, 2.0, 0.0]
+    """
+
+    paper = "Xue et al., AAAI 2024"
+
+    k1: float = 0.05
+    k2: float = 0.75
+
+    def __post_init__(self) -> None:
+        self.k1 = checks.number(self.name, "k1", self.k1, low=0)
+        self.k2 = checks.number(self.name, "k2", self.k2, low=0)
+        if self.k1 + self.k2 >= 1:
+            raise ParameterError(
+                f"{self.name}: k1 + k2 must be below 1, got {self.k1:g} + {self.k2:g} = {self.k1 + self.k2:g}"
+            )
+
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+        """Keep the band between."""
+        values = rows.shape[1]
+        top = share_of(self.k1, values, math.ceil)
+        bottom = min(share_of(self.k2, values, math.floor), values - top)
+        return keep_ranks(rows, top, values - bottom)

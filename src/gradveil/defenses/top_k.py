@@ -1,0 +1,43 @@
+"""Top-k: share only the largest values."""
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.selection import keep_ranks, share_of
+from gradveil.randomness import Draws
+
+
+@DEFENSES.register("top-k")
+@dataclass(repr=False)
+class TopK(Perturbation):
+    r"""Share the largest values of each layer, zero the rest (gradient compression).
+
+    Of a layer's n values the ``ceil(keep n)`` largest in magnitude are shared; ties go to the earlier position.
+
+    Args:
+        keep: share of values that is sent; 1 is the identity.
+
+    References:
+        Lin et al., Deep Gradient Compression, ICLR 2018.
+
+    Example:
+        >>> import torch
+        >>> TopK(keep=0.5).perturb({"w": torch.tensor([1.0, -4.0, 2.0, 0.5])})["w"].tolist()
+        [0.0, -4.0, 2.0, 0.0]
+    """
+
+    paper = "Lin et al., ICLR 2018"
+
+    keep: float = 0.2
+
+    def __post_init__(self) -> None:
+        self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
+
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+        """Keep the largest."""
+        kept = share_of(self.keep, rows.shape[1], math.ceil)
+        return keep_ranks(rows, 0, kept)

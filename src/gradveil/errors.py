@@ -1,0 +1,25 @@
+"""The errors gradveil raises. Each message says what was expected, what was got, and what to do."""
+
+
+class GradveilError(Exception):
+    """Base of every error that gradveil raises on purpose; the command line prints it without a traceback."""
+
+
+class ParameterError(GradveilError, ValueError):
+    """A parameter has the wrong type or lies outside its range."""
+
+
+class InputError(GradveilError, ValueError):
+    """Inputs, labels, gradients or a model do not fit what is asked of them."""
+
+
+class DataError(GradveilError):
+    """A data file is missing, unreadable, truncated or not what it claims to be."""
+
+
+class ThreatModelError(GradveilError):
+    """An attack needs more than the threat model grants."""
+
+
+class UnknownNameError(GradveilError, LookupError):
+    """A defense, attack, dataset, model or parameter of that name does not exist."""

@@ -1,0 +1,144 @@
+"""What leaves a client: an update, and how it came about."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.errors import InputError
+from gradveil.randomness import fresh_generator
+from gradveil.task import Gradients, Task
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """FedAvg: the steps of plain SGD a client takes on its own before it shares.
+
+    Args:
+        epochs: passes over the client's data.
+        batch_size: images a step; None: all of them.
+        lr: learning rate of each step.
+
+    Example:
+        >>> LocalSteps(epochs=2, batch_size=16, lr=0.1)
+        LocalSteps(epochs=2, batch_size=16, lr=0.1)
+    """
+
+    epochs: int = 1
+    batch_size: int | None = None
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        checks.integer("LocalSteps", "epochs", self.epochs, low=1)
+        if self.batch_size is not None:
+            checks.integer("LocalSteps", "batch_size", self.batch_size, low=1)
+        checks.number("LocalSteps", "lr", self.lr, above=0)
+
+
+@dataclass
+class Meta:
+    """What is known about an update besides its values.
+
+    Args:
+        round: number of the training round, if there is one.
+        samples: examples behind the update.
+        local: the client's local steps; None for a single gradient.
+        bytes: length of the encoded update, once it has been encoded (see `gradveil.wire`).
+        buffers: batch-norm statistics that travel with the update.
+
+    Example:
+        >>> Meta(samples=8).local is None
+        True
+    """
+
+    round: int | None = None
+    samples: int = 0
+    local: LocalSteps | None = None
+    bytes: int | None = None
+    buffers: Gradients = field(default_factory=dict)
+
+
+class Update(dict[str, Tensor]):
+    """A client's update in gradient units: a dict from parameter name to tensor, with `meta`.
+
+    Args:
+        values: the tensors by parameter name.
+        meta: how the update came about.
+
+    Example:
+        >>> update = Update({"weight": torch.ones(2)}, Meta(samples=8))
+        >>> update["weight"].tolist(), update.meta.samples
+        ([1.0, 1.0], 8)
+    """
+
+    def __init__(self, values: Mapping[str, Tensor], meta: Meta | None = None) -> None:
+        super().__init__(values)
+        self.meta = meta or Meta()
+
+
+def compute_update(
+    task: Task,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    local: LocalSteps | None = None,
+    generator: torch.Generator | None = None,
+    gradients: Callable[[Task, Tensor, Tensor], Gradients] = Task.gradients,
+) -> Update:
+    """An honest client's update: one gradient, or (start - end) / lr after local SGD steps.
+
+    Args:
+        task: the model at the weights the server sent.
+        inputs: the client's batch.
+        labels: its labels.
+        local: local steps (FedAvg); None: a single gradient over the batch (FedSGD).
+        generator: shuffles the examples before every epoch; default: fresh entropy.
+        gradients: computes the gradient of one step; defenses that act in every step put theirs here.
+    """
+    meta = Meta(samples=len(inputs), local=local, buffers=task.updated_buffers(inputs))
+    if local is None:
+        return Update(gradients(task, inputs, labels), meta)
+    task.check(inputs, labels)
+    generator = generator or fresh_generator(inputs.device)
+    start = task.parameters
+    current = start
+    size = local.batch_size or len(inputs)
+    for _ in range(local.epochs):
+        order = torch.randperm(len(inputs), generator=generator, device=inputs.device)
+        for batch in order.split(size):
+            step = gradients(task.with_parameters(current), inputs[batch], labels[batch])
+            current = {name: value - local.lr * step[name] for name, value in current.items()}
+    return Update({name: (start[name] - current[name]) / local.lr for name in start}, meta)
+
+
+def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = None) -> Update:
+    """Average updates (and the batch-norm statistics they carry).
+
+    Args:
+        updates: updates of one round, all of the same model.
+        weights: non-negative, not all zero; scaled to sum to 1. Default: equal weights.
+    """
+    if not updates:
+        raise InputError("aggregate: expected at least one update, got none")
+    if weights is None:
+        weights = [1.0] * len(updates)
+    if len(weights) != len(updates) or min(weights) < 0 or sum(weights) <= 0:
+        raise InputError(
+            f"aggregate: expected {len(updates)} non-negative weights with a positive sum, got {list(weights)}"
+        )
+    shares = [weight / sum(weights) for weight in weights]
+
+    def mean(tensors: Sequence[Tensor]) -> Tensor:
+        if not tensors[0].is_floating_point():  # a count of batches: every client says the same
+            return tensors[0]
+        return sum((share * tensor for share, tensor in zip(shares, tensors, strict=True)), torch.zeros_like(tensors[0]))
+
+    names = list(updates[0])
+    for update in updates:
+        if list(update) != names:
+            raise InputError(f"aggregate: expected updates of one model with layers {names}, got {list(update)}")
+    buffers = {name: mean([u.meta.buffers[name] for u in updates]) for name in updates[0].meta.buffers}
+    meta = Meta(round=updates[0].meta.round, samples=sum(u.meta.samples for u in updates), buffers=buffers)
+    return Update({name: mean([update[name] for update in updates]) for name in names}, meta)
