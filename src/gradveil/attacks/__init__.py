@@ -1,0 +1,26 @@
+"""Attacks by name. One file a method; every file in this folder is imported, so a new file is a new method."""
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import Any
+
+from gradveil.attacks.base import ATTACKS, Attack, Reconstruction, ThreatModel
+from gradveil.errors import ParameterError
+from gradveil.registry import parse_spec
+
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["ATTACKS", "Attack", "Reconstruction", "ThreatModel", "create"]
+
+
+def create(spec: str, /, **parameters: Any) -> Attack:
+    """Build an attack from its name and parameters, or from one text as the command line takes it.
+
+    >>> create("idlg:iterations=100")
+    gradveil.attack('idlg', iterations=100)
+    """
+    name, given = parse_spec(spec)
+    if given and parameters:
+        raise ParameterError(f"{spec}: give parameters in the text or as keywords, not both")
+    return ATTACKS.create(name, **given, **parameters)

@@ -1,0 +1,198 @@
+"""The contract of an attack: what it is given, what it may know, what it returns."""
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.attacks.engine import Progress
+from gradveil.attacks.labels import infer_labels
+from gradveil.defenses import Defense
+from gradveil.errors import InputError, ParameterError, ThreatModelError
+from gradveil.randomness import fresh_generator
+from gradveil.registry import Registry, format_spec
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Update
+
+ATTACKS: Registry["Attack"] = Registry("attack")
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """What the attacker knows besides the model and the updates.
+
+    Args:
+        labels: ``"infer"``: the attacker must find the labels; ``"known"``: they are given in `known_labels`.
+        batch_size: images behind each update.
+        adaptive: the attacker knows which defense is used and with which parameters, but not its random draws.
+        defense: the defense in use.
+        local: the clients' local steps (FedAvg); None: each update is a single gradient.
+        server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
+        known_labels: ``[victims, batch_size]``, only with ``labels="known"``.
+
+    Example:
+        >>> ThreatModel(labels="known", known_labels=torch.tensor([[7], [2]])).batch_size
+        1
+    """
+
+    labels: str = "infer"
+    batch_size: int = 1
+    adaptive: bool = False
+    defense: Defense | None = None
+    local: LocalSteps | None = None
+    server: str = "passive"
+    known_labels: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
+        checks.choice("ThreatModel", "server", self.server, ["passive", "active"])
+        checks.integer("ThreatModel", "batch_size", self.batch_size, low=1)
+        checks.flag("ThreatModel", "adaptive", self.adaptive)
+        if (self.labels == "known") != (self.known_labels is not None):
+            raise ParameterError(
+                f"ThreatModel: known_labels must be given exactly when labels='known', got labels={self.labels!r} "
+                f"and {'no' if self.known_labels is None else 'some'} known_labels"
+            )
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """What an attack got out of updates.
+
+    Args:
+        inputs: ``[victims, images, *input_shape]`` in the attacker's own scale (it may leave [0, 1]).
+        labels: ``[victims, images]``, inferred or known.
+        loss: ``[victims]``, the attacker's own objective, by which it chose this result.
+        iterations: ``[victims]``, steps taken.
+        seconds: wall time of the whole call.
+
+    Example:
+        >>> empty = torch.zeros(2, 1, 3, 8, 8)
+        >>> Reconstruction(empty, torch.zeros(2, 1), torch.zeros(2), torch.zeros(2), 0.0).inputs.shape
+        torch.Size([2, 1, 3, 8, 8])
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    loss: Tensor
+    iterations: Tensor
+    seconds: float
+
+
+class Attack(ABC):
+    """Recovers training data from updates.
+
+    A new attack is one file: a dataclass registered with ``@ATTACKS.register(name)`` whose fields are its parameters,
+    checked in ``__post_init__``, and which implements `run`. It gets the task, the updates, the labels and the threat
+    model: never the data.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def reconstruct(
+        self,
+        task: Task,
+        updates: Update | Sequence[Update],
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction:
+        """Attack one update, or a list of independent victims together.
+
+        Args:
+            task: the model at the weights the victims saw.
+            updates: what the server saw.
+            threat: what the attacker may know and use.
+            generator: the attacker's randomness (starting points); default: fresh entropy.
+            progress: called with (steps done, steps in all).
+        """
+        started = time.perf_counter()
+        victims = [updates] if isinstance(updates, Update) else list(updates)
+        for update in victims:
+            _check_update(self.name, task, update)
+        if not victims:
+            raise InputError(f"{self.name}: expected at least one update, got none")
+        self.check_threat(task, threat)
+        if threat.known_labels is None:
+            labels = torch.stack([infer_labels(task, update, threat.batch_size) for update in victims])
+        else:
+            labels = threat.known_labels.to(task.device)
+            if labels.shape != (len(victims), threat.batch_size):
+                raise InputError(
+                    f"{self.name}: known_labels must have shape [{len(victims)}, {threat.batch_size}] "
+                    f"(victims, batch size), got {list(labels.shape)}"
+                )
+        stacked = {name: torch.stack([update[name] for update in victims]) for name in task.parameters}
+        generator = generator or fresh_generator(task.device)
+        inputs, loss, iterations = self.run(task, stacked, labels, threat, generator, progress)
+        return Reconstruction(inputs, labels, loss, iterations, time.perf_counter() - started)
+
+    @abstractmethod
+    def run(
+        self,
+        task: Task,
+        targets: dict[str, Tensor],
+        labels: Tensor,
+        threat: ThreatModel,
+        generator: torch.Generator,
+        progress: Progress | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return inputs ``[victims, images, *input_shape]``, losses ``[victims]`` and iterations ``[victims]``.
+
+        Args:
+            task: the model at the weights the victims saw.
+            targets: the updates, ``[victims, *parameter shape]`` by name.
+            labels: ``[victims, images]``.
+            threat: what the attacker may know and use.
+            generator: the attacker's randomness.
+            progress: called with (steps done, steps in all).
+        """
+
+    def check_threat(self, task: Task, threat: ThreatModel) -> None:
+        """Refuse what this attack cannot do or needs but is not granted."""
+        if threat.local is not None:
+            raise ThreatModelError(
+                f"{self.name}: attacks a single gradient, but the threat model has local steps {threat.local}"
+            )
+        if threat.adaptive:
+            raise ThreatModelError(f"{self.name}: has no adaptive form yet; use ThreatModel(adaptive=False)")
+        if threat.labels == "infer" and task.classifier is None:
+            raise ThreatModelError(
+                f"{self.name}: the model has no linear classifier to infer labels from; "
+                "use ThreatModel(labels='known', known_labels=...)"
+            )
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters by name, as the factory takes them."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.init}
+
+    def __str__(self) -> str:
+        return format_spec(self.name, self.parameters)
+
+    def __repr__(self) -> str:
+        arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())
+        return f"gradveil.attack({self.name!r}{arguments})"
+
+
+def _check_update(owner: str, task: Task, update: Update) -> None:
+    expected = {name: tuple(value.shape) for name, value in task.parameters.items()}
+    got = {name: tuple(value.shape) for name, value in update.items()}
+    if got != expected:
+        wrong = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
+        raise InputError(
+            f"{owner}: the update does not fit the model: layer {wrong!r} should have shape {expected.get(wrong)}, "
+            f"got {got.get(wrong)}"
+        )
+    for name, value in update.items():
+        if not torch.isfinite(value).all():
+            raise InputError(f"{owner}: the update must be finite, got NaN or Inf in {name!r}")

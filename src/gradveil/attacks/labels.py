@@ -1,0 +1,42 @@
+"""Labels from the gradient of the classifier."""
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import ThreatModelError
+from gradveil.randomness import seeded_generator
+from gradveil.task import Task
+from gradveil.update import Update
+
+
+def infer_labels(task: Task, update: Update, batch_size: int) -> Tensor:
+    r"""The labels behind an update, sorted, ``[batch_size]``.
+
+    With cross-entropy the bias gradient of class c is ``mean_i p_ic - count_c / batch_size``: for one image only the
+    true class is negative (Zhao et al., iDLG, 2020). For a batch, the model's mean prediction on uniform noise stands
+    in for the unknown ``mean_i p_ic``, and the counts are dealt out one by one to the class that lacks most.
+
+    A classifier without bias gives the same for one image through the row sums of its weight gradient,
+    ``(p_c - [c = y]) sum_j r_j``, if the features r are mostly positive, as after ReLU or sigmoid.
+    """
+    if task.classifier is None:
+        raise ThreatModelError("label inference: the model has no linear classifier to read labels from")
+    if task.classifier.bias is not None:
+        pull = update[task.classifier.bias]
+    elif batch_size == 1:
+        pull = update[task.classifier.weight].sum(1)
+    else:
+        raise ThreatModelError(
+            "label inference: a batch needs a classifier with a bias; use ThreatModel(labels='known', known_labels=...)"
+        )
+    if batch_size == 1:
+        return pull.argmin()[None]
+    noise = torch.rand(64, *task.input_shape, generator=seeded_generator(0), dtype=task.dtype).to(task.device)
+    expected = task.predict(noise).softmax(1).mean(0)
+    lacking = batch_size * (expected - pull)
+    labels = []
+    for _ in range(batch_size):
+        label = int(lacking.argmax())
+        lacking[label] -= 1
+        labels.append(label)
+    return torch.tensor(sorted(labels), device=task.device)
