@@ -1,5 +1,7 @@
 """gradveil shows what federated-learning updates leak, stops the leak, and says what stopping it costs."""
 
+from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
+from gradveil.attacks import create as attack
 from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation
 from gradveil.defenses import create as defense
 from gradveil.task import Task
@@ -7,7 +9,31 @@ from gradveil.update import LocalSteps, Update
 
 __version__ = "0.1.0"
 
+__all__ = [
+    "Attack",
+    "Chain",
+    "Defense",
+    "ErrorFeedback",
+    "LocalSteps",
+    "Perturbation",
+    "Reconstruction",
+    "Task",
+    "ThreatModel",
+    "Update",
+    "attack",
+    "attacks",
+    "defense",
+    "defenses",
+]
 
+
+# These two names are also the names of folders; as functions they are part of the public contract, and
+# `from gradveil.defenses import ...` goes on working.
 def defenses() -> list[str]:
     """The names of all defenses."""
     return DEFENSES.names()
+
+
+def attacks() -> list[str]:
+    """The names of all attacks."""
+    return ATTACKS.names()

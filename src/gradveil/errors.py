@@ -23,3 +23,7 @@ class ThreatModelError(GradveilError):
 
 class UnknownNameError(GradveilError, LookupError):
     """A defense, attack, dataset, model or parameter of that name does not exist."""
+
+
+class OutputError(GradveilError):
+    """Results cannot be written where they should go, or would overwrite others."""

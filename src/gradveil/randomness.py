@@ -1,5 +1,6 @@
 """Random numbers from explicit generators."""
 
+import hashlib
 import os
 from collections.abc import Sequence
 
@@ -15,6 +16,15 @@ def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
 def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
     """A generator that repeats itself for the same seed."""
     return torch.Generator(device).manual_seed(seed)
+
+
+def derived_generator(seed: int, *path: object, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator for one purpose, such as ``derived_generator(seed, "round", 3, "client", 7)``.
+
+    Different paths give unrelated streams, and no stream depends on what else was drawn before.
+    """
+    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
+    return seeded_generator(int.from_bytes(digest, "little") >> 1, device)
 
 
 class Draws:

@@ -131,8 +131,8 @@ def format_spec(name: str, parameters: dict[str, Any]) -> str:
 
 
 def _parse_value(text: str) -> Any:
-    if text.lower() in ("true", "false", "none"):
-        return {"true": True, "false": False, "none": None}[text.lower()]
+    if text in ("true", "false", "null"):  # as `format_spec` writes them
+        return json.loads(text)
     if re.fullmatch(r"[+-]?\d+", text):
         return int(text)
     try:

@@ -1,0 +1,124 @@
+"""Everything an audit depends on, so that equal configs give equal rows."""
+
+import dataclasses
+import hashlib
+import json
+import shlex
+from dataclasses import dataclass
+from typing import Any
+
+from gradveil import checks
+from gradveil.attacks import create as create_attack
+from gradveil.defenses import create as create_defense
+from gradveil.errors import ParameterError
+from gradveil.registry import format_spec, parse_spec
+
+DEFENSES = (
+    "none",
+    "gaussian-noise:std=0.1",
+    "laplace-noise:std=0.1",
+    "top-k:keep=0.1",
+    "dual-pruning:k1=0.05,k2=0.75",
+    "gradient-dropout:keep=0.8,std=0.005",
+)
+ATTACKS = ("idlg:iterations=300", "inverting-gradients:iterations=400")
+
+
+@dataclass(frozen=True)
+class AuditConfig:
+    """What is audited. Two equal configs give the same rows, to the bit, on the same machine.
+
+    Names are written out in full when the config is made, so that ``std=.1`` and ``std=0.1`` are one defense.
+    The undefended row is always part of an audit: without it no other figure means anything.
+
+    Args:
+        dataset: name or path, with parameters: ``faces-orl:size=64``.
+        model: name with parameters: ``lenet:init=uniform``.
+        defenses: specs such as ``dual-pruning:k1=0.05,k2=0.75+error-feedback``.
+        attacks: specs such as ``idlg:iterations=300``.
+        victims: updates attacked under each defense.
+        batch_size: images behind each update.
+        chunk: victims attacked together; an unfinished chunk runs again whole.
+        rounds: federated training rounds behind accuracy, time and bytes.
+        clients: clients in that training.
+        client_batch: images a client trains on in a round.
+        lr: learning rate of that training.
+        seed: everything random derives from it.
+
+    Example:
+        >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
+        >>> config.defenses, config.attacks
+        (('none', 'gaussian-noise:std=0.1'), ('idlg:iterations=300',))
+    """
+
+    dataset: str = "mnist"
+    model: str = "lenet:init=uniform"
+    defenses: tuple[str, ...] = DEFENSES
+    attacks: tuple[str, ...] = ATTACKS
+    victims: int = 8
+    batch_size: int = 1
+    chunk: int = 8
+    rounds: int = 200
+    clients: int = 10
+    client_batch: int = 32
+    lr: float = 0.015
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("victims", "batch_size", "chunk", "rounds", "clients", "client_batch"):
+            checks.integer("audit", name, getattr(self, name), low=1)
+        checks.integer("audit", "seed", self.seed, low=0)
+        checks.number("audit", "lr", self.lr, above=0)
+        # Building each method checks its name and parameters before anything runs.
+        defenses = _unique("defense", [str(create_defense(spec)) for spec in self.defenses])
+        attacks = _unique("attack", [str(create_attack(spec)) for spec in self.attacks])
+        if not attacks:
+            raise ParameterError("audit: expected at least one attack, got none")
+        undefended = [] if "none" in defenses else ["none"]
+        set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
+        set_field(self, "defenses", (*undefended, *defenses))
+        set_field(self, "attacks", tuple(attacks))
+        set_field(self, "model", format_spec(*parse_spec(self.model)))
+        set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
+
+    @property
+    def command(self) -> str:
+        """The command that runs this audit again."""
+        words = ["gradveil", "audit", "--dataset", self.dataset, "--model", self.model]
+        for defense in self.defenses:
+            words += ["--defense", defense]
+        for attack in self.attacks:
+            words += ["--attack", attack]
+        for field in dataclasses.fields(self)[4:]:
+            words += [f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))]
+        return shlex.join(words)
+
+    @property
+    def digest(self) -> str:
+        """Eight hex digits that differ between different configs."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON holds them."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(self).items()
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
+        """The config that `to_json` wrote; other keys are left aside."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        missing = known - fields.keys()
+        if missing:
+            raise ParameterError(f"audit: config.json lacks {', '.join(sorted(missing))}; start a new audit")
+        return cls(
+            **{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name in known}
+        )
+
+
+def _unique(kind: str, specs: list[str]) -> list[str]:
+    for spec in specs:
+        if specs.count(spec) > 1:
+            raise ParameterError(f"audit: {kind} {spec} is given twice")
+    return specs

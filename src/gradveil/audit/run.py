@@ -1,0 +1,353 @@
+"""Run an audit: attack every defense on the same victims, then train under every defense."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+import gradveil
+from gradveil import data, metrics, models, report
+from gradveil.attacks import Attack, ThreatModel
+from gradveil.attacks import create as create_attack
+from gradveil.audit.config import AuditConfig
+from gradveil.audit.store import JsonLines, Row, prepare_folder, write_json
+from gradveil.defenses import Defense
+from gradveil.defenses import create as create_defense
+from gradveil.errors import OutputError, ParameterError
+from gradveil.federation import Training, train
+from gradveil.federation.local import performance_maintenance
+from gradveil.randomness import derived_generator
+from gradveil.registry import parse_spec
+from gradveil.task import Task
+
+BLIND_GUESS = "blind-guess"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where an audit is: one piece of work, how far it is, and how much of the whole is done.
+
+    Args:
+        what: the piece of work in words.
+        share: how much of it is done, in [0, 1].
+        done: pieces finished, this one not counted.
+        total: pieces in all.
+
+    Example:
+        >>> Step("idlg against none", 0.5, 2, 10).overall
+        0.25
+    """
+
+    what: str
+    share: float
+    done: int
+    total: int
+
+    @property
+    def overall(self) -> float:
+        """How much of the whole audit is done, in [0, 1], every piece counting alike."""
+        return (self.done + self.share) / self.total
+
+
+def default_folder(config: AuditConfig) -> Path:
+    """Where an audit goes unless told otherwise; different configs go to different folders."""
+    stem = "-".join(_slug(parse_spec(spec)[0]) for spec in (Path(config.dataset).name, config.model))
+    return Path("audits") / f"{stem}-{config.digest}"
+
+
+def run(
+    config: AuditConfig,
+    folder: Path,
+    *,
+    resume: bool = False,
+    progress: Callable[[Step], None] | None = None,
+) -> Path:
+    """Run what is missing of an audit and return the path of its report.
+
+    Every finished row is on disk at once. After a crash or an interrupt, the same call with ``resume=True`` goes on;
+    the rows are the same as those of an uninterrupted run.
+
+    Args:
+        config: what to audit.
+        folder: where results go.
+        resume: go on in a folder that holds results of the same config.
+        progress: called as the work proceeds.
+    """
+    started = _start(config, folder, resume)
+    bench = _Bench(config, folder)
+    if not started:
+        write_json(folder / "config.json", bench.description())
+    pieces = list(bench.pieces())
+    for done, piece in enumerate(pieces):
+
+        def tell(step: int, steps: int, done: int = done, what: str = piece.what) -> None:
+            if progress:
+                progress(Step(what, step / steps, done, len(pieces)))
+
+        tell(0, 1)
+        piece.work(tell)
+    return report.write(folder)
+
+
+def choose_threads(parameters: int) -> int:
+    """Torch threads for a model: small networks run up to ten times slower on several threads than on one."""
+    return 1 if parameters < 1_000_000 else os.cpu_count() or 1
+
+
+def _start(config: AuditConfig, folder: Path, resume: bool) -> bool:
+    """Prepare the folder; True if it holds an audit of this very config already."""
+    prepare_folder(folder)
+    path = folder / "config.json"
+    if not path.exists():
+        return False
+    if not resume:
+        raise OutputError(f"audit: {folder} holds an audit already; go on with --resume or choose another --out")
+    before = AuditConfig.from_json(json.loads(path.read_text()))
+    if before != config:
+        changed = [
+            f"{field.name} was {getattr(before, field.name)!r}, now {getattr(config, field.name)!r}"
+            for field in dataclasses.fields(config)
+            if getattr(before, field.name) != getattr(config, field.name)
+        ]
+        raise OutputError(
+            f"audit: {folder} holds another audit ({'; '.join(changed)}); choose another --out, or resume with --out alone"
+        )
+    return True
+
+
+@dataclass(frozen=True)
+class _Piece:
+    what: str
+    work: Callable[[Callable[[int, int], None]], None]
+
+
+class _Bench:
+    """The victims, the model and the files of one audit, and the pieces of work that are still to do."""
+
+    def __init__(self, config: AuditConfig, folder: Path) -> None:
+        self.config, self.folder = config, folder
+        name, parameters = parse_spec(config.dataset)
+        self.dataset = data.load(name, **parameters)
+        self.input_shape = self.dataset.train.input_shape
+        self.task = self._build_task()
+        torch.set_num_threads(choose_threads(self.task.size))
+        self.images, self.labels = self._choose_victims()
+        weights = data.find("lpips-alex")
+        if weights is None:
+            warnings.warn(
+                "LPIPS is left out (null): its weights are not here; get them with: gradveil data get lpips-alex",
+                stacklevel=3,
+            )
+        self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
+        self.blind, self.blind_psnr = self._guess_blindly()
+        self.results = JsonLines(folder / "results.jsonl")
+        self.utility = JsonLines(folder / "utility.jsonl")
+
+    def _build_task(self) -> Task:
+        name, parameters = parse_spec(self.config.model)
+        classes = len(self.dataset.classes)
+        model = models.create(
+            name, input_shape=self.input_shape, classes=classes, seed=self.config.seed, **parameters
+        )
+        return Task(model, input_shape=self.input_shape, classes=classes)
+
+    def _choose_victims(self) -> tuple[Tensor, Tensor]:
+        """Test images ``[victims, batch, C, H, W]`` and their labels ``[victims, batch]``."""
+        config = self.config
+        wanted = config.victims * config.batch_size
+        if wanted > len(self.dataset.test):
+            raise ParameterError(
+                f"audit: {config.victims} victims of {config.batch_size} images need {wanted} test images, "
+                f"{self.dataset.name} has {len(self.dataset.test)}; ask for fewer victims or a smaller batch"
+            )
+        order = torch.randperm(len(self.dataset.test), generator=derived_generator(config.seed, "victims"))
+        images, labels = self.dataset.test.batch(order[:wanted])
+        shape = (config.victims, config.batch_size)
+        return images.view(*shape, *self.input_shape), labels.view(shape)
+
+    def _guess_blindly(self) -> tuple[Tensor, Tensor]:
+        """The class means of the training images for each victim, and their PSNR ``[victims, batch]``."""
+        public = self.dataset.train
+        guess = metrics.blind_guess(
+            public.images, public.labels, self.labels.flatten(), classes=len(self.dataset.classes)
+        )
+        psnr = metrics.psnr(self.images.flatten(0, 1), guess).view(self.labels.shape)
+        return guess.view_as(self.images), psnr
+
+    def description(self) -> dict[str, object]:
+        """What config.json holds: the config and the facts of this run."""
+        return {
+            "gradveil": gradveil.__version__,
+            "command": self.config.command,
+            **self.config.to_json(),
+            "labels": "infer",
+            "dataset_source": self.dataset.source,
+            "input_shape": list(self.input_shape),
+            "classes": list(self.dataset.classes),
+            "parameters": self.task.size,
+            "victim_labels": self.labels.tolist(),
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        }
+
+    # -- the work ----------------------------------------------------------------------------------------------------
+
+    def pieces(self) -> Iterator[_Piece]:
+        """All pieces of work whose rows are not on disk yet, in their order."""
+        finished = {(row["defense_spec"], row["attack_spec"], row["victim"]) for row in self.results.rows}
+        victims = range(self.config.victims)
+        if any((None, BLIND_GUESS, victim) not in finished for victim in victims):
+            yield _Piece("blind guess", lambda _tell: self._score_blind_guess(finished))
+        for defense in map(create_defense, self.config.defenses):
+            for attack in map(create_attack, self.config.attacks):
+                for first in range(0, len(victims), self.config.chunk):
+                    chunk = victims[first : first + self.config.chunk]
+                    missing = {v for v in chunk if (str(defense), str(attack), v) not in finished}
+                    if missing:
+                        yield _Piece(
+                            f"{attack.name} against {defense.name}",
+                            lambda tell, d=defense, a=attack, c=chunk, m=missing: self._attack(d, a, c, m, tell),
+                        )
+        trained = {row["defense_spec"] for row in self.utility.rows}
+        for defense in map(create_defense, self.config.defenses):
+            if str(defense) not in trained:
+                yield _Piece(f"training under {defense.name}", lambda tell, d=defense: self._train(d, tell))
+
+    def _score_blind_guess(self, finished: set[tuple[str | None, str, int]]) -> None:
+        for victim in range(self.config.victims):
+            self._save_image("original", victim, self.images[victim])
+        self.results.append(
+            self._row(None, None, victim, self.blind[victim], self.labels[victim], loss=None, iterations=0, seconds=0.0)
+            for victim in range(self.config.victims)
+            if (None, BLIND_GUESS, victim) not in finished
+        )
+
+    def _attack(
+        self, defense: Defense, attack: Attack, chunk: range, missing: set[int], tell: Callable[[int, int], None]
+    ) -> None:
+        """Attack a whole chunk, so that each row is what it would be in any other run; keep what is missing."""
+        seed = self.config.seed
+        task = defense.prepare(self.task, generator=derived_generator(seed, "prepare", str(defense)))
+        updates = [
+            defense.share(
+                task,
+                self.images[victim],
+                self.labels[victim],
+                generator=derived_generator(seed, "share", str(defense), victim),
+                memory={},
+            )
+            for victim in chunk
+        ]
+        seen = [defense.visible([update])[0] for update in updates]
+        found = attack.reconstruct(
+            task,
+            seen,
+            ThreatModel(batch_size=self.config.batch_size, defense=defense),
+            generator=derived_generator(seed, "attack", str(attack), chunk.start),
+            progress=tell,
+        )
+        self.results.append(
+            self._row(
+                defense,
+                attack,
+                victim,
+                found.inputs[place],
+                found.labels[place],
+                loss=float(found.loss[place]),
+                iterations=int(found.iterations[place]),
+                seconds=found.seconds / len(chunk),
+            )
+            for place, victim in enumerate(chunk)
+            if victim in missing
+        )
+
+    def _row(
+        self,
+        defense: Defense | None,
+        attack: Attack | None,
+        victim: int,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        loss: float | None,
+        iterations: int,
+        seconds: float,
+    ) -> Row:
+        score = self.scorer.score(
+            self.images[victim], images.float(), self.labels[victim], labels, self.blind_psnr[victim]
+        )
+        stem = _slug(f"{defense}-{attack}") if attack else BLIND_GUESS
+        return {
+            "defense": defense.name if defense else None,
+            "defense_params": defense.parameters if defense else {},
+            "defense_spec": str(defense) if defense else None,
+            "attack": attack.name if attack else BLIND_GUESS,
+            "attack_params": attack.parameters if attack else {},
+            "attack_spec": str(attack) if attack else BLIND_GUESS,
+            "adaptive": False,
+            "dataset": self.config.dataset,
+            "model": self.config.model,
+            "seed": self.config.seed,
+            "victim": victim,
+            "batch_size": self.config.batch_size,
+            **score,
+            "loss": loss if loss is None or math.isfinite(loss) else None,
+            "iterations": iterations,
+            "seconds": round(seconds, 3),
+            "image": self._save_image(stem, victim, images),
+        }
+
+    def _save_image(self, stem: str, victim: int, images: Tensor) -> str:
+        """Write a batch as one horizontal strip; returns the path relative to the audit's folder."""
+        path = self.folder / "images" / f"{stem}-v{victim}.png"
+        path.parent.mkdir(exist_ok=True)
+        pixels = images.nan_to_num(nan=metrics.NAN_GREY).clamp(0, 1).mul(255).round().byte()
+        strip = torch.cat(list(pixels), dim=-1).permute(1, 2, 0)
+        Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(path)
+        return path.relative_to(self.folder).as_posix()
+
+    def _train(self, defense: Defense, tell: Callable[[int, int], None]) -> None:
+        config = self.config
+        training = Training(
+            rounds=config.rounds,
+            clients=config.clients,
+            batch_size=config.client_batch,
+            lr=config.lr,
+            evaluate_every=max(1, config.rounds // 10),
+            seed=config.seed,
+        )
+        result = train(self.task, self.dataset, defense, training, progress=tell)
+        undefended = [row for row in self.utility.rows if row["defense_spec"] == "none"]
+        baseline = undefended[0]["accuracy"] if undefended else result.accuracy  # "none" is trained first
+        self.utility.append(
+            [
+                {
+                    "defense": defense.name,
+                    "defense_params": defense.parameters,
+                    "defense_spec": str(defense),
+                    "accuracy": result.accuracy,
+                    "baseline_accuracy": baseline,
+                    "pmm": performance_maintenance(result.accuracy, baseline, self.dataset.test),
+                    "loss": result.loss if math.isfinite(result.loss) else None,
+                    "round_seconds": result.round_seconds,
+                    "upload_bytes": result.upload_bytes,
+                    "download_bytes": result.download_bytes,
+                    "history": [accuracy for _, accuracy in result.history],
+                }
+            ]
+        )
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")

@@ -1,0 +1,80 @@
+"""Rows on disk: appended when they are finished, never lost, never written twice."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gradveil.errors import DataError, OutputError
+
+Row = dict[str, Any]
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the output folder and prove that it can be written to."""
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise OutputError(
+            f"audit: expected a folder that can be written to, got {folder}: {error.strerror}; "
+            "choose another with --out"
+        ) from error
+
+
+class JsonLines:
+    """A file of one JSON object a line that only ever grows.
+
+    A line cut short by a crash is dropped when the file is opened: its row was not finished.
+
+    Args:
+        path: the file; it need not exist yet.
+
+    Example:
+        >>> import tempfile
+        >>> lines = JsonLines(Path(tempfile.mkdtemp()) / "rows.jsonl")
+        >>> lines.append([{"victim": 0}, {"victim": 1}])
+        >>> JsonLines(lines.path).rows
+        [{'victim': 0}, {'victim': 1}]
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = []
+        if path.exists():
+            self._read()
+
+    def _read(self) -> None:
+        content = self.path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
+        if len(whole) < len(content):
+            with self.path.open("r+b") as file:
+                file.truncate(len(whole))
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(
+                    f"{self.path}: line {number} is not JSON ({error}); mend or remove the line, or start a new audit"
+                ) from error
+            self.rows.append(row)
+
+    def append(self, rows: Iterable[Row]) -> None:
+        """Add rows and wait until they are on disk."""
+        rows = list(rows)
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        with self.path.open("ab") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows += rows
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(temporary, path)
