@@ -32,10 +32,10 @@ from gradveil.registry import Registry, parse_spec
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 
-app = typer.Typer(
-    help=gradveil.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+app = typer.Typer(help=gradveil.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+data_app = typer.Typer(
+    help="Data sets and metric weights: what is here, and how to get the rest.", no_args_is_help=True
 )
-data_app = typer.Typer(help="Data sets and metric weights: what is here, and how to get the rest.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
 # Words for people go to stderr, results to stdout, so that `--json` can be piped.
@@ -66,9 +66,13 @@ def main() -> None:
 
 @app.command()
 def audit(
-    dataset: Annotated[str | None, typer.Option(help="Name or path of the data, e.g. cifar10 or faces-orl:size=64.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Name or path of the data, e.g. cifar10 or faces-orl:size=64.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Model, e.g. lenet:init=uniform.")] = None,
-    defense: Annotated[list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable; + chains, +error-feedback wraps.")] = None,
+    defense: Annotated[
+        list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable; + chains, +error-feedback wraps.")
+    ] = None,
     attack: Annotated[list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable.")] = None,
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
@@ -97,7 +101,7 @@ def audit(
         "lr": lr,
         "seed": seed,
     }
-    given = {name: value for name, value in asked.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     saved = output / "config.json" if output else None
     if resume and saved and saved.exists():
         # What is not said again stays as it was.
@@ -139,7 +143,9 @@ def train(
     lr: Annotated[float, typer.Option(help="The server's learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="The server's momentum.")] = 0.9,
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:classes_per_client=2.")] = "iid",
-    local_epochs: Annotated[int | None, typer.Option(help="FedAvg: local passes over the drawn images; default: FedSGD.")] = None,
+    local_epochs: Annotated[
+        int | None, typer.Option(help="FedAvg: local passes over the drawn images; default: FedSGD.")
+    ] = None,
     local_lr: Annotated[float, typer.Option(help="FedAvg: learning rate of the local steps.")] = 0.05,
     local_batch: Annotated[int | None, typer.Option(help="FedAvg: images a local step; default: all drawn.")] = None,
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
@@ -174,7 +180,11 @@ def train(
     torch.set_num_threads(choose_threads(task.size))
     with _progress_bar() as show:
         result = run_training(
-            task, loaded, chosen, training, progress=lambda done, total: show(f"round {done} of {total}", done / total)
+            task,
+            loaded,
+            chosen,
+            training,
+            progress=lambda done, total: show(f"round {done} of {total}", done / total),
         )
     if as_json:
         figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "task"}
@@ -206,7 +216,7 @@ def list_all(
     as_json: Json = False,
 ) -> None:
     """Defenses, attacks, datasets, models: one line each with the paper and the parameters."""
-    listings = {
+    listings: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "defenses": lambda: _methods(DEFENSES),
         "attacks": lambda: _methods(ATTACKS),
         "datasets": lambda: [
@@ -235,15 +245,15 @@ def list_all(
 
 
 def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
+    methods = [registry.create(name) for name in registry.names()]
     return [
         {
-            "name": name,
+            "name": method.name,
             "summary": (inspect.getdoc(method) or "").splitlines()[0],
             "source": method.paper,
-            "parameters": method().parameters,
+            "parameters": method.parameters,
         }
-        for name in registry.names()
-        for method in [registry.get(name)]
+        for method in methods
     ]
 
 
@@ -253,7 +263,10 @@ def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
 @data_app.command("list")
 def data_list(as_json: Json = False) -> None:
     """What is here, where it was found, and how to get the rest."""
-    rows = [dataclasses.asdict(status) | {"found": str(status.found) if status.found else None} for status in datasets.status()]
+    rows = [
+        dataclasses.asdict(status) | {"found": str(status.found) if status.found else None}
+        for status in datasets.status()
+    ]
     if as_json:
         out.print_json(json.dumps(rows))
         return

@@ -124,15 +124,11 @@ class Task:
         """Where the weights are."""
         return next(iter(self.parameters.values())).device
 
-    def with_parameters(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
-    ) -> "Task":
+    def with_parameters(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> "Task":
         """The same task at other weights; the live model is not touched."""
         current = self.parameters
         if list(parameters) != list(current):
-            raise InputError(
-                f"Task: parameters must be named {list(current)} in this order, got {list(parameters)}"
-            )
+            raise InputError(f"Task: parameters must be named {list(current)} in this order, got {list(parameters)}")
         other = copy.copy(self)
         other._parameters = {name: value.detach() for name, value in parameters.items()}
         other._buffers = {**self.buffers, **(buffers or {})}
@@ -148,7 +144,7 @@ class Task:
     # -- pure functions: no checks, safe under vmap, grad and jvp --------------------------------------------------
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of a batch as a pure function; labels are class numbers ``[N]`` or probabilities ``[N, classes]``."""
+        """Mean loss of a batch as a pure function; labels are numbers ``[N]`` or probabilities ``[N, classes]``."""
         return self._loss(self._call(self._stateless, parameters, self.buffers, inputs), labels)
 
     def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
@@ -215,7 +211,7 @@ class Task:
         parameters = self.parameters
 
         def squared_response(direction: Tensor) -> Gradients:
-            _, tangent = jvp(lambda x: self.gradient(parameters, x, labels), (inputs,), (direction,))
+            tangent: Gradients = jvp(lambda x: self.gradient(parameters, x, labels), (inputs,), (direction,))[1]
             return {name: value.square() for name, value in tangent.items()}
 
         total = {name: torch.zeros_like(value) for name, value in parameters.items()}
@@ -274,7 +270,11 @@ class Task:
     # -- inside -----------------------------------------------------------------------------------------------------
 
     def _call(
-        self, module: nn.Module, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Tensor
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Tensor,
     ) -> Tensor:
         if self._normalisation is not None:
             mean, std = (value.to(inputs) for value in self._normalisation)
@@ -374,6 +374,6 @@ def _share_tensors(model: nn.Module) -> nn.Module:
 
 
 def _forget_running_statistics(module: nn.Module) -> None:
-    for name in ("running_mean", "running_var", "num_batches_tracked"):
-        setattr(module, name, None)
-    module.track_running_stats = False
+    forgotten = {"running_mean": None, "running_var": None, "num_batches_tracked": None, "track_running_stats": False}
+    for name, value in forgotten.items():
+        setattr(module, name, value)

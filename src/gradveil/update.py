@@ -107,7 +107,7 @@ def compute_update(
     size = local.batch_size or len(inputs)
     for _ in range(local.epochs):
         order = torch.randperm(len(inputs), generator=generator, device=inputs.device)
-        for batch in order.split(size):
+        for batch in torch.split(order, size):
             step = gradients(task.with_parameters(current), inputs[batch], labels[batch])
             current = {name: value - local.lr * step[name] for name, value in current.items()}
     return Update({name: (start[name] - current[name]) / local.lr for name in start}, meta)
@@ -133,7 +133,10 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
     def mean(tensors: Sequence[Tensor]) -> Tensor:
         if not tensors[0].is_floating_point():  # a count of batches: every client says the same
             return tensors[0]
-        return sum((share * tensor for share, tensor in zip(shares, tensors, strict=True)), torch.zeros_like(tensors[0]))
+        return sum(
+            (share * tensor for share, tensor in zip(shares, tensors, strict=True)),
+            torch.zeros_like(tensors[0]),
+        )
 
     names = list(updates[0])
     for update in updates:

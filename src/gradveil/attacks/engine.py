@@ -77,7 +77,10 @@ def adam(
     everyone = torch.arange(len(start), device=start.device)
     candidates = start.clone()
     first, second = torch.zeros_like(start), torch.zeros_like(start)
-    best, best_losses = start.clone(), torch.full((len(start),), math.inf, dtype=start.dtype, device=start.device)
+    best, best_losses = (
+        start.clone(),
+        torch.full((len(start),), math.inf, dtype=start.dtype, device=start.device),
+    )
 
     def remember(losses: Tensor) -> None:
         better = losses < best_losses

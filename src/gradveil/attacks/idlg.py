@@ -52,7 +52,7 @@ class IDLG(Attack):
         task: Task,
         targets: dict[str, Tensor],
         labels: Tensor,
-        threat: ThreatModel,  # noqa: ARG002
+        threat: ThreatModel,
         generator: torch.Generator,
         progress: Progress | None,
     ) -> tuple[Tensor, Tensor, Tensor]:

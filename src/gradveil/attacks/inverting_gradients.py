@@ -60,7 +60,7 @@ class InvertingGradients(Attack):
         task: Task,
         targets: dict[str, Tensor],
         labels: Tensor,
-        threat: ThreatModel,  # noqa: ARG002
+        threat: ThreatModel,
         generator: torch.Generator,
         progress: Progress | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +77,13 @@ class InvertingGradients(Attack):
         shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
         solution = adam(
-            objective, start, iterations=self.iterations, lr=self.lr, signed=True, box=(0.0, 1.0), progress=progress
+            objective,
+            start,
+            iterations=self.iterations,
+            lr=self.lr,
+            signed=True,
+            box=(0.0, 1.0),
+            progress=progress,
         )
         losses, chosen = solution.losses.view(-1, self.restarts).min(1)
         best = chosen + torch.arange(len(labels), device=chosen.device) * self.restarts

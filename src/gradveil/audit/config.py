@@ -101,8 +101,7 @@ class AuditConfig:
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
         return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in dataclasses.asdict(self).items()
+            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
         }
 
     @classmethod
@@ -112,9 +111,10 @@ class AuditConfig:
         missing = known - fields.keys()
         if missing:
             raise ParameterError(f"audit: config.json lacks {', '.join(sorted(missing))}; start a new audit")
-        return cls(
-            **{name: tuple(v) if isinstance(v, list) else v for name, v in fields.items() if name in known}
-        )
+        kept: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items() if name in known
+        }
+        return cls(**kept)
 
 
 def _unique(kind: str, specs: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +32,8 @@ from gradveil.registry import parse_spec
 from gradveil.task import Task
 
 BLIND_GUESS = "blind-guess"
+
+Tell = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -120,7 +123,8 @@ def _start(config: AuditConfig, folder: Path, resume: bool) -> bool:
             if getattr(before, field.name) != getattr(config, field.name)
         ]
         raise OutputError(
-            f"audit: {folder} holds another audit ({'; '.join(changed)}); choose another --out, or resume with --out alone"
+            f"audit: {folder} holds another audit ({'; '.join(changed)}); choose another --out, "
+            "or resume that one by naming nothing but its --out"
         )
     return True
 
@@ -128,7 +132,7 @@ def _start(config: AuditConfig, folder: Path, resume: bool) -> bool:
 @dataclass(frozen=True)
 class _Piece:
     what: str
-    work: Callable[[Callable[[int, int], None]], None]
+    work: Callable[[Tell], None]
 
 
 class _Bench:
@@ -156,9 +160,7 @@ class _Bench:
     def _build_task(self) -> Task:
         name, parameters = parse_spec(self.config.model)
         classes = len(self.dataset.classes)
-        model = models.create(
-            name, input_shape=self.input_shape, classes=classes, seed=self.config.seed, **parameters
-        )
+        model = models.create(name, input_shape=self.input_shape, classes=classes, seed=self.config.seed, **parameters)
         return Task(model, input_shape=self.input_shape, classes=classes)
 
     def _choose_victims(self) -> tuple[Tensor, Tensor]:
@@ -208,33 +210,45 @@ class _Bench:
         finished = {(row["defense_spec"], row["attack_spec"], row["victim"]) for row in self.results.rows}
         victims = range(self.config.victims)
         if any((None, BLIND_GUESS, victim) not in finished for victim in victims):
-            yield _Piece("blind guess", lambda _tell: self._score_blind_guess(finished))
+            yield _Piece("blind guess", partial(self._score_blind_guess, finished))
         for defense in map(create_defense, self.config.defenses):
             for attack in map(create_attack, self.config.attacks):
                 for first in range(0, len(victims), self.config.chunk):
                     chunk = victims[first : first + self.config.chunk]
                     missing = {v for v in chunk if (str(defense), str(attack), v) not in finished}
                     if missing:
-                        yield _Piece(
-                            f"{attack.name} against {defense.name}",
-                            lambda tell, d=defense, a=attack, c=chunk, m=missing: self._attack(d, a, c, m, tell),
-                        )
+                        work = partial(self._attack, defense, attack, chunk, missing)
+                        yield _Piece(f"{attack.name} against {defense.name}", work)
         trained = {row["defense_spec"] for row in self.utility.rows}
         for defense in map(create_defense, self.config.defenses):
             if str(defense) not in trained:
-                yield _Piece(f"training under {defense.name}", lambda tell, d=defense: self._train(d, tell))
+                yield _Piece(f"training under {defense.name}", partial(self._train, defense))
 
-    def _score_blind_guess(self, finished: set[tuple[str | None, str, int]]) -> None:
+    def _score_blind_guess(self, finished: set[tuple[str | None, str, int]], tell: Tell) -> None:
         for victim in range(self.config.victims):
             self._save_image("original", victim, self.images[victim])
         self.results.append(
-            self._row(None, None, victim, self.blind[victim], self.labels[victim], loss=None, iterations=0, seconds=0.0)
+            self._row(
+                None,
+                None,
+                victim,
+                self.blind[victim],
+                self.labels[victim],
+                loss=None,
+                iterations=0,
+                seconds=0.0,
+            )
             for victim in range(self.config.victims)
             if (None, BLIND_GUESS, victim) not in finished
         )
 
     def _attack(
-        self, defense: Defense, attack: Attack, chunk: range, missing: set[int], tell: Callable[[int, int], None]
+        self,
+        defense: Defense,
+        attack: Attack,
+        chunk: range,
+        missing: set[int],
+        tell: Tell,
     ) -> None:
         """Attack a whole chunk, so that each row is what it would be in any other run; keep what is missing."""
         seed = self.config.seed
@@ -317,7 +331,7 @@ class _Bench:
         Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(path)
         return path.relative_to(self.folder).as_posix()
 
-    def _train(self, defense: Defense, tell: Callable[[int, int], None]) -> None:
+    def _train(self, defense: Defense, tell: Tell) -> None:
         config = self.config
         training = Training(
             rounds=config.rounds,

@@ -33,18 +33,18 @@ class Defense(ABC):
     paper: ClassVar[str]
     gradient_only: bool = False  # True: `perturb` works without the client's data
 
-    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:  # noqa: ARG002
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """Once, before training: measure or search on public data. Returns the task, changed if the model changes."""
         return task
 
     def announce(
         self,
-        task: Task,  # noqa: ARG002
-        inputs: Tensor,  # noqa: ARG002
-        labels: Tensor,  # noqa: ARG002
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
         *,
-        generator: torch.Generator | None = None,  # noqa: ARG002
-        memory: Memory | None = None,  # noqa: ARG002
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
     ) -> Public | None:
         """What one elected client publishes before the round; most defenses need nothing."""
         return None
@@ -75,10 +75,10 @@ class Defense(ABC):
 
     def perturb(
         self,
-        gradients: Mapping[str, Tensor],  # noqa: ARG002
+        gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,  # noqa: ARG002
-        memory: Memory | None = None,  # noqa: ARG002
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
     ) -> Update:
         """The defended gradients, for defenses that need nothing else; `gradients` is not touched."""
         raise InputError(f"{self.name}: needs the client's data; call share(task, inputs, labels) instead of perturb")
@@ -92,8 +92,8 @@ class Defense(ABC):
         updates: Sequence[Update],
         *,
         weights: Sequence[float] | None = None,
-        memory: Memory | None = None,  # noqa: ARG002
-        public: Public | None = None,  # noqa: ARG002
+        memory: Memory | None = None,
+        public: Public | None = None,
     ) -> Update:
         """What the server makes of the updates of a round: their weighted mean."""
         return weighted_mean(updates, weights)
@@ -137,7 +137,7 @@ class Perturbation(Defense):
         gradients: Mapping[str, Tensor],
         *,
         generator: torch.Generator | None = None,
-        memory: Memory | None = None,  # noqa: ARG002
+        memory: Memory | None = None,
     ) -> Update:
         """The defended gradients of one client; `gradients` is not touched."""
         stacked = {name: value[None] for name, value in gradients.items()}
@@ -175,7 +175,7 @@ class Perturbation(Defense):
         *,
         generator: torch.Generator | None = None,
         memory: Memory | None = None,
-        public: Public | None = None,  # noqa: ARG002
+        public: Public | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
         """Compute the client's update and perturb it."""
@@ -226,7 +226,9 @@ class ErrorFeedback(Defense):
     ) -> Update:
         """Defend gradient + residual, and keep what was not sent."""
         if memory is None:
-            raise InputError("error-feedback: needs memory=, a mapping that is the client's own and lives through all rounds")
+            raise InputError(
+                "error-feedback: needs memory=, a mapping that is the client's own and lives through all rounds"
+            )
         wanted = {
             name: value + memory[f"residual/{name}"] if f"residual/{name}" in memory else value
             for name, value in gradients.items()
@@ -337,9 +339,7 @@ class Chain(Defense):
         update = Update(gradients, _meta_of(gradients))
         return self._perturb_from(0, update, generator or fresh_generator(device), memory)
 
-    def _perturb_from(
-        self, first: int, update: Update, generator: torch.Generator, memory: Memory | None
-    ) -> Update:
+    def _perturb_from(self, first: int, update: Update, generator: torch.Generator, memory: Memory | None) -> Update:
         for index, part in enumerate(self.parts[first:], start=first):
             update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
         return update
@@ -424,5 +424,6 @@ def _check_finite(owner: str, gradients: Mapping[str, Tensor]) -> None:
             raise InputError(f"{owner}: gradients must be floating-point, got {value.dtype} in {name!r}")
         if not torch.isfinite(value).all():
             raise InputError(
-                f"{owner}: gradients must be finite, got NaN or Inf in {name!r}; lower the learning rate or check the data"
+                f"{owner}: gradients must be finite, got NaN or Inf in {name!r}; "
+                "lower the learning rate or check the data"
             )

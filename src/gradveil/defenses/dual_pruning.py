@@ -50,7 +50,7 @@ class DualPruning(Perturbation):
                 f"{self.name}: k1 + k2 must be below 1, got {self.k1:g} + {self.k2:g} = {self.k1 + self.k2:g}"
             )
 
-    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Keep the band between."""
         values = rows.shape[1]
         top = share_of(self.k1, values, math.ceil)

@@ -41,6 +41,6 @@ class LaplaceNoise(Perturbation):
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise, by inverting the distribution function."""
         centred = draws.uniform(rows) - 0.5
-        # A draw of exactly 0 would give log(0); uniform floats are multiples of 2^-24, so this bound moves only that one.
+        # A draw of exactly 0 would give log(0). Uniform floats are multiples of 2^-24, so only that one is moved.
         tail = (1 - 2 * centred.abs()).clamp_min(2.0**-25)
         return rows - self.std / 2**0.5 * centred.sign() * tail.log()

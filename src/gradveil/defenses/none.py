@@ -21,6 +21,6 @@ class NoDefense(Perturbation):
 
     paper = "-"
 
-    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """A copy."""
         return rows.clone()

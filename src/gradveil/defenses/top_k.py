@@ -37,7 +37,7 @@ class TopK(Perturbation):
     def __post_init__(self) -> None:
         self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
 
-    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:  # noqa: ARG002
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Keep the largest."""
         kept = share_of(self.keep, rows.shape[1], math.ceil)
         return keep_ranks(rows, 0, kept)

@@ -193,7 +193,7 @@ def train(
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
     """Accuracy in [0, 1] and mean cross-entropy on a split."""
     correct, total_loss = 0, 0.0
-    for indices in torch.arange(len(split)).split(512):
+    for indices in torch.split(torch.arange(len(split)), 512):
         images, labels = _on(task, split.batch(indices))
         logits = task.predict(images)
         correct += int((logits.argmax(1) == labels).sum())
