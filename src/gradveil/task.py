@@ -217,9 +217,12 @@ class Task:
         total = {name: torch.zeros_like(value) for name, value in parameters.items()}
         chunk = self._chunk(len(inputs), memory_budget)
         for start in range(0, directions, chunk):
-            shape = (min(chunk, directions - start), *inputs.shape)
-            drawn = torch.randn(shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-            for name, value in vmap(squared_response)(drawn).items():
+            # Drawn one by one: a larger draw is not the same as several smaller ones, and the chunk must not matter.
+            drawn = [
+                torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+                for _ in range(min(chunk, directions - start))
+            ]
+            for name, value in vmap(squared_response)(torch.stack(drawn)).items():
                 total[name] += value.sum(0)
         return {name: value / directions for name, value in total.items()}
 

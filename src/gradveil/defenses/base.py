@@ -321,7 +321,6 @@ class Chain(Defense):
         local: LocalSteps | None = None,
     ) -> Update:
         """The first part shares, the others perturb."""
-        generator = generator or fresh_generator(inputs.device)
         update = self.parts[0].share(
             task, inputs, labels, generator=generator, memory=scoped(memory, "0"), public=public, local=local
         )
@@ -335,11 +334,9 @@ class Chain(Defense):
         memory: Memory | None = None,
     ) -> Update:
         """Every part perturbs in turn."""
-        device = next(iter(gradients.values())).device
-        update = Update(gradients, _meta_of(gradients))
-        return self._perturb_from(0, update, generator or fresh_generator(device), memory)
+        return self._perturb_from(0, Update(gradients, _meta_of(gradients)), generator, memory)
 
-    def _perturb_from(self, first: int, update: Update, generator: torch.Generator, memory: Memory | None) -> Update:
+    def _perturb_from(self, first: int, update: Update, generator: torch.Generator | None, memory: Memory | None) -> Update:
         for index, part in enumerate(self.parts[first:], start=first):
             update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
         return update

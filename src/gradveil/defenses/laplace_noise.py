@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from gradveil import checks
@@ -41,6 +42,6 @@ class LaplaceNoise(Perturbation):
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise, by inverting the distribution function."""
         centred = draws.uniform(rows) - 0.5
-        # A draw of exactly 0 would give log(0). Uniform floats are multiples of 2^-24, so only that one is moved.
-        tail = (1 - 2 * centred.abs()).clamp_min(2.0**-25)
+        # A draw of exactly 0 would give log(0); it counts as half the smallest positive draw.
+        tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(rows.dtype).eps / 4)
         return rows - self.std / 2**0.5 * centred.sign() * tail.log()

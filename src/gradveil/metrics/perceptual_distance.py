@@ -1,0 +1,145 @@
+"""Learned perceptual image patch similarity (LPIPS) on AlexNet features."""
+
+import os
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from gradveil.errors import DataError, InputError
+from gradveil.metrics.images import check_pair
+
+LPIPS_RESOLUTION = 64
+"""Every image is resized to this many pixels, since LPIPS of the same pair changes with its size."""
+
+# Name in AlexNet, stride, padding; a 3x3 max-pool of stride 2 stands before the second and the third.
+_CONVOLUTIONS = (
+    ("features.0", 4, 2),
+    ("features.3", 1, 2),
+    ("features.6", 1, 1),
+    ("features.8", 1, 1),
+    ("features.10", 1, 1),
+)
+_POOLED = ("features.3", "features.6")
+_NORM_EPSILON = 1e-10
+_COMMAND = "`gradveil data get lpips-alex`"
+
+ARRAY_SHAPES: dict[str, tuple[int, ...]] = {
+    "features.0.weight": (64, 3, 11, 11),
+    "features.3.weight": (192, 64, 5, 5),
+    "features.6.weight": (384, 192, 3, 3),
+    "features.8.weight": (256, 384, 3, 3),
+    "features.10.weight": (256, 256, 3, 3),
+    "features.0.bias": (64,),
+    "features.3.bias": (192,),
+    "features.6.bias": (384,),
+    "features.8.bias": (256,),
+    "features.10.bias": (256,),
+    "lin0.weight": (1, 64, 1, 1),
+    "lin1.weight": (1, 192, 1, 1),
+    "lin2.weight": (1, 384, 1, 1),
+    "lin3.weight": (1, 256, 1, 1),
+    "lin4.weight": (1, 256, 1, 1),
+    "shift": (3,),
+    "scale": (3,),
+}
+"""The arrays of a weights file and their shapes."""
+
+
+class Lpips:
+    """LPIPS, version 0.1 on AlexNet: how different two images look to a network trained to see like people.
+
+    With the unit-normalised features f_l of the five rectified convolutions and learned weights w_l >= 0::
+
+        LPIPS(x, y) = sum_l mean over positions of sum over channels of w_l (f_l(x) - f_l(y))^2
+
+    Every image is first resized bilinearly (antialiased where it shrinks) to 64 x 64 pixels, larger and
+    smaller ones alike: unrelated CIFAR-10 images score about .22 at 32 pixels and .51 at 64, so figures
+    compare only at one resolution. One channel is repeated to three.
+
+    References:
+        Zhang, Isola, Efros, Shechtman & Wang, The Unreasonable Effectiveness of Deep Features as a Perceptual
+        Metric, CVPR 2018. https://arxiv.org/abs/1801.03924
+
+    Args:
+        arrays: the weights, named and shaped as `ARRAY_SHAPES` says; `Lpips.load` reads them from a file.
+
+    Example:
+        Weights of all ones show the call, though not a meaningful distance:
+
+        >>> distance = Lpips({name: np.ones(shape, np.float32) for name, shape in ARRAY_SHAPES.items()})
+        >>> images = torch.rand(2, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+        >>> distance(images, images)
+        tensor([0., 0.], dtype=torch.float64)
+    """
+
+    def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
+        for name, shape in ARRAY_SHAPES.items():
+            if name not in arrays:
+                raise DataError(f"LPIPS weights: array {name!r} is missing; get them with {_COMMAND}")
+            array = arrays[name]
+            if array.shape != shape or array.dtype.kind != "f" or not np.isfinite(array).all():
+                raise DataError(
+                    f"LPIPS weights: array {name!r} must hold finite floats of shape {shape}, "
+                    f"got {array.dtype} of shape {array.shape}; get the right ones with {_COMMAND}"
+                )
+        self._arrays = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in ARRAY_SHAPES}
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Lpips":
+        """Read the weights from an npz file."""
+        try:
+            # Opened here, since numpy leaves a file open that turns out not to be an archive.
+            with open(path, "rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
+                arrays = {name: file[name] for name in ARRAY_SHAPES if name in file}
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            raise DataError(
+                f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with {_COMMAND}"
+            ) from error
+        return cls(arrays)
+
+    def __call__(self, originals: Tensor, reconstructions: Tensor) -> Tensor:
+        """The distance of each pair of images [N, C, H, W] in [0, 1]: float64 [N], 0 means equal."""
+        check_pair("lpips", originals, reconstructions)
+        if originals.shape[1] not in (1, 3):
+            raise InputError(f"lpips: images must have 1 or 3 channels, got {originals.shape[1]}")
+        pairs = zip(self._features(originals), self._features(reconstructions), strict=True)
+        layers = [
+            ((x - y).square() * self._arrays[f"lin{layer}.weight"]).sum(dim=1).mean(dim=(1, 2))
+            for layer, (x, y) in enumerate(pairs)
+        ]
+        return torch.stack(layers).sum(dim=0).double()
+
+    def _features(self, images: Tensor) -> Iterator[Tensor]:
+        """The unit-normalised features of each convolution."""
+        x = images.to(self._arrays["shift"]).expand(-1, 3, -1, -1)
+        x = F.interpolate(x, size=(LPIPS_RESOLUTION, LPIPS_RESOLUTION), mode="bilinear", antialias=True)
+        shift, scale = (self._arrays[name].reshape(1, 3, 1, 1) for name in ("shift", "scale"))
+        x = (2 * x - 1 - shift) / scale
+        for name, stride, padding in _CONVOLUTIONS:
+            if name in _POOLED:
+                x = F.max_pool2d(x, kernel_size=3, stride=2)
+            weight, bias = self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"]
+            x = F.relu(F.conv2d(x, weight, bias, stride=stride, padding=padding))
+            yield x / (x.square().sum(dim=1, keepdim=True).sqrt() + _NORM_EPSILON)
+
+
+def lpips(originals: Tensor, reconstructions: Tensor, *, weights: Lpips | str | os.PathLike[str]) -> Tensor:
+    """LPIPS of each pair of images; see `Lpips`, which also saves reading the weights anew for every call.
+
+    Args:
+        originals: float images [N, C, H, W] in [0, 1] with 1 or 3 channels.
+        reconstructions: likewise.
+        weights: loaded weights, or the npz file that holds them.
+
+    Returns:
+        One float64 number an image, [N]; 0 means equal, higher looks more different.
+    """
+    metric = weights if isinstance(weights, Lpips) else Lpips.load(weights)
+    return metric(originals, reconstructions)

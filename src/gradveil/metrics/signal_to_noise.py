@@ -1,0 +1,28 @@
+"""Peak signal-to-noise ratio."""
+
+from torch import Tensor
+
+from gradveil.metrics.images import check_pair
+from gradveil.metrics.squared_error import mse
+
+MSE_FLOOR = 1e-10  # equal images would score infinity; so they score 100 dB
+
+
+def psnr(originals: Tensor, reconstructions: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio of each image in dB: ``-10 log10(max(MSE, 1e-10))`` for a peak of 1.
+
+    The score of a batch is the mean of these, not the ratio of the batch's mean squared error.
+
+    Args:
+        originals: float images [N, C, H, W] in [0, 1].
+        reconstructions: likewise.
+
+    Returns:
+        One float64 number an image, [N]; higher is closer, at most 100.
+
+    >>> import torch
+    >>> psnr(torch.zeros(1, 1, 4, 4), torch.full((1, 1, 4, 4), 0.1))
+    tensor([20.0000], dtype=torch.float64)
+    """
+    check_pair("psnr", originals, reconstructions)
+    return -10 * mse(originals, reconstructions).clamp_min(MSE_FLOOR).log10()

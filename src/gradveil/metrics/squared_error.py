@@ -1,0 +1,23 @@
+"""Mean squared error."""
+
+from torch import Tensor
+
+from gradveil.metrics.images import check_pair
+
+
+def mse(originals: Tensor, reconstructions: Tensor) -> Tensor:
+    """Mean squared error of each image, over its pixels and channels: ``mean((x - y)^2)``.
+
+    Args:
+        originals: float images [N, C, H, W] in [0, 1].
+        reconstructions: likewise.
+
+    Returns:
+        One float64 number an image, [N]; 0 means equal.
+
+    >>> import torch
+    >>> mse(torch.zeros(2, 1, 4, 4), torch.full((2, 1, 4, 4), 0.5))
+    tensor([0.2500, 0.2500], dtype=torch.float64)
+    """
+    check_pair("mse", originals, reconstructions)
+    return (originals.double() - reconstructions.double()).square().mean(dim=(1, 2, 3))

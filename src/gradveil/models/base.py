@@ -1,0 +1,189 @@
+"""What every model shares: the registry, activations, normalisation, initialisation and the size check."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gradveil import checks
+from gradveil.errors import InputError, ParameterError
+from gradveil.registry import Registry
+
+REGISTRY = Registry[nn.Module]("model")
+
+# Never in place: an overwritten input breaks vmap and second derivatives.
+ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky-relu": nn.LeakyReLU,
+    "sigmoid": nn.Sigmoid,
+    "gelu": nn.GELU,
+}
+INITS = ("default", "uniform")
+NORMS = ("batch", "group", "none")
+GROUPS = 32  # of group normalisation, the default of its paper (Wu & He, ECCV 2018)
+
+# No model here shrinks an image by more than 32; one that needs a larger side than this is broken, not picky.
+_LARGEST_MINIMUM = 128
+
+
+class Description(NamedTuple):
+    """One line of `gradveil list`.
+
+    Args:
+        summary: what the model is, in one line.
+        paper: where it comes from.
+        parameters: the names `create` takes for it, with their defaults.
+
+    Example:
+        >>> summary, paper, parameters = describe("lenet")
+        >>> paper
+        'Zhu et al., Deep Leakage from Gradients, NeurIPS 2019'
+    """
+
+    summary: str
+    paper: str
+    parameters: dict[str, Any]
+
+
+class ImageClassifier(nn.Module):
+    """A feature extractor and a linear layer from its output to the logits: the shape of every model here.
+
+    A model is a subclass that states its `name` and `paper` and builds its features. Its keyword-only
+    parameters are what `create` takes for it; the first line of its docstring is what `gradveil list` says.
+
+    Args:
+        features: turns a batch of images into a batch of vectors.
+        input_shape: channels, height and width of one image.
+        classes: how many logits come out.
+        init: "default" leaves torch's initial values, "uniform" draws every parameter from uniform(-.5, .5)
+            as the DLG paper does (Zhu et al., NeurIPS 2019).
+        bias: whether the linear layer has one.
+
+    Example:
+        >>> class Linear(ImageClassifier):
+        ...     name = "linear"
+        >>> Linear(nn.Flatten(), (1, 8, 8), classes=2, init="default").classifier
+        Linear(in_features=64, out_features=2, bias=True)
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+
+    def __init__(
+        self, features: nn.Module, input_shape: Sequence[int], classes: int, *, init: str, bias: bool = True
+    ) -> None:
+        super().__init__()
+        checks.integer(self.name, "classes", classes, low=1)
+        checks.choice(self.name, "init", init, INITS)
+        self.features = features
+        self.classifier = nn.Linear(self._features_or_refuse(input_shape), classes, bias=bias)
+        if init == "uniform":
+            for parameter in self.parameters():
+                nn.init.uniform_(parameter, -0.5, 0.5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """The logits [N, classes] of images [N, C, H, W]."""
+        logits: Tensor = self.classifier(self.features(images))
+        return logits
+
+    def _features_or_refuse(self, input_shape: Sequence[int]) -> int:
+        channels, height, width = image_shape(self.name, input_shape)
+        try:
+            return _feature_count(self.features, channels, height, width)
+        except (RuntimeError, ValueError) as error:
+            for side in range(1, _LARGEST_MINIMUM + 1):
+                if _accepts(self.features, channels, side):
+                    raise InputError(
+                        f"{self.name}: images must be at least {side} x {side}, got {height} x {width}; "
+                        "use a smaller model (mlp) or larger images"
+                    ) from error
+            raise
+
+
+def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int = 0, **parameters: object) -> nn.Module:
+    """Build the model called `name` in training mode; the global random state is left as it was.
+
+    Args:
+        name: one of `names()`.
+        input_shape: channels, height and width of one image.
+        classes: how many logits come out.
+        seed: of the initial weights; the same seed gives the same weights.
+        parameters: of the model, for example ``activation="relu"`` or ``init="uniform"``; see `describe`.
+
+    >>> model = create("lenet", input_shape=(3, 32, 32), classes=10, init="uniform")
+    >>> sum(parameter.numel() for parameter in model.parameters())
+    19438
+    """
+    seed = checks.integer(name, "seed", seed, low=0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return REGISTRY.create(name, input_shape=input_shape, classes=classes, **parameters)
+
+
+def names() -> list[str]:
+    """The names of all models, sorted."""
+    return REGISTRY.names()
+
+
+def describe(name: str) -> Description:
+    """What the model called `name` is, where it comes from and what `create` takes for it.
+
+    >>> describe("lenet").parameters
+    {'activation': 'sigmoid', 'init': 'default'}
+    """
+    factory: Any = REGISTRY.get(name)
+    summary, _, _ = (inspect.getdoc(factory) or "").partition("\n")
+    parameters = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(factory).parameters.values()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    return Description(summary, factory.paper, parameters)
+
+
+def image_shape(owner: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
+    """Return `input_shape` as (channels, height, width) if it is one."""
+    if not isinstance(input_shape, Sequence) or isinstance(input_shape, str) or len(input_shape) != 3:
+        raise ParameterError(
+            f"{owner}: input_shape must be (channels, height, width) such as (3, 32, 32), got {input_shape!r}"
+        )
+    channels, height, width = (
+        checks.integer(owner, f"input_shape[{position}]", size, low=1) for position, size in enumerate(input_shape)
+    )
+    return channels, height, width
+
+
+def activation_layer(owner: str, activation: str, *, slope: float = 0.01) -> nn.Module:
+    """The activation called `activation`; `slope` is that of LeakyReLU on its negative side."""
+    checks.choice(owner, "activation", activation, ACTIVATIONS)
+    return nn.LeakyReLU(slope) if activation == "leaky-relu" else ACTIVATIONS[activation]()
+
+
+def norm_layer(owner: str, norm: str, channels: int) -> nn.Module:
+    """The normalisation called `norm` over `channels` channels."""
+    chosen = checks.choice(owner, "norm", norm, NORMS)
+    if chosen == "batch":
+        return nn.BatchNorm2d(channels)
+    return nn.GroupNorm(GROUPS, channels) if chosen == "group" else nn.Identity()
+
+
+@torch.no_grad()
+def _feature_count(features: nn.Module, channels: int, height: int, width: int) -> int:
+    """How many numbers `features` makes of one image, found by showing it one."""
+    # Batch norm would write the statistics of this image into its buffers; it gets copies to write to.
+    buffers = {name: buffer.clone() for name, buffer in features.named_buffers()}
+    image = torch.zeros(1, channels, height, width)
+    output: Tensor = torch.func.functional_call(features, buffers, (image,))
+    return output.numel()
+
+
+def _accepts(features: nn.Module, channels: int, side: int) -> bool:
+    # The layers know best: kernels and pools larger than their input refuse, and so does batch norm over a
+    # single value, which one image shrunk to one pixel is.
+    try:
+        _feature_count(features, channels, side, side)
+    except (RuntimeError, ValueError):
+        return False
+    return True

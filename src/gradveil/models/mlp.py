@@ -1,0 +1,50 @@
+"""The fully connected network of the FedAvg paper."""
+
+from collections.abc import Sequence
+from math import prod
+
+from torch import nn
+
+from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, image_shape
+
+
+@REGISTRY.register("mlp")
+class Mlp(ImageClassifier):
+    """Two hidden layers of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
+
+    The gradient of a first linear layer with a bias gives its input away in closed form, which makes this the
+    easiest victim of all. 199,210 parameters for MNIST.
+
+    References:
+        McMahan, Moore, Ramage, Hampson & Agüera y Arcas, Communication-Efficient Learning of Deep Networks
+        from Decentralized Data, AISTATS 2017. https://arxiv.org/abs/1602.05629
+
+    Args:
+        input_shape: channels, height and width of one image.
+        classes: how many logits come out.
+        activation: "relu", "leaky-relu", "sigmoid" or "gelu".
+        init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
+
+    Example:
+        >>> Mlp((1, 28, 28), 10).classifier
+        Linear(in_features=200, out_features=10, bias=True)
+    """
+
+    name = "mlp"
+    paper = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
+
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, *, activation: str = "relu", init: str = "default"
+    ) -> None:
+        super().__init__(
+            nn.Sequential(
+                nn.Flatten(),
+                nn.Linear(prod(image_shape(self.name, input_shape)), 200),
+                activation_layer(self.name, activation),
+                nn.Linear(200, 200),
+                activation_layer(self.name, activation),
+            ),
+            input_shape,
+            classes,
+            init=init,
+        )

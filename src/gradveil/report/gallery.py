@@ -1,0 +1,99 @@
+"""The picture of the page: the victims, and what each attack makes of them under each defense."""
+
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from gradveil.report.images import load, original
+from gradveil.report.read import BLIND_GUESS, Attempt, Audit, title
+from gradveil.report.scores import score
+
+MOST_VICTIMS = 12  # in the picture; the tables count all
+
+
+@dataclass(frozen=True)
+class Shot:
+    """One small image of the picture with its words; `leaked` is None where there is nothing to judge."""
+
+    uri: str | None
+    caption: str
+    description: str
+    leaked: bool | None = None
+
+
+@dataclass(frozen=True)
+class Strip:
+    """A row of the picture: its name, a remark, an image a victim."""
+
+    name: str
+    note: str
+    shots: Sequence[Shot]
+    leaked: bool | None = None
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What one attack recovers."""
+
+    attack: str
+    strips: Sequence[Strip]
+
+
+def figures(audit: Audit) -> list[Figure]:
+    """One figure an attack, each with the originals and the blind guess on top."""
+    originals = [_shot(audit, original(victim), "", f"original of victim {victim}") for victim in _shown(audit)]
+    top = [Strip("original", "what the client has", originals)]
+    if audit.blind:
+        note = f"median {score(audit.blind).psnr:.1f} dB"
+        top.append(Strip(BLIND_GUESS, note, _shots(audit, BLIND_GUESS, audit.blind)))
+    return [
+        Figure(audit.short(attack), [*top, *(_strip(audit, defense, attack) for defense in audit.defenses)])
+        for attack in audit.attacks
+    ]
+
+
+def victim_names(audit: Audit) -> list[str]:
+    """What each shown victim is, as far as the config tells."""
+    names = audit.config.get("classes") or []
+    labels = audit.config.get("victim_labels") or []
+    described = []
+    for victim in _shown(audit):
+        known = labels[victim] if victim < len(labels) else []
+        words = [str(names[label]) if label < len(names) else str(label) for label in known]
+        described.append(", ".join(words) or f"victim {victim}")
+    return described
+
+
+def _shown(audit: Audit) -> range:
+    return range(min(audit.victims, MOST_VICTIMS))
+
+
+def _strip(audit: Audit, defense: str, attack: str) -> Strip:
+    rows = audit.of(defense, attack)
+    shots = _shots(audit, title(defense), rows)
+    if not rows:
+        return Strip(title(defense), "not attacked yet", shots)
+    result = score(rows)
+    note = f"median {result.psnr:.1f} dB, leaked {result.leaked} of {result.victims}"
+    return Strip(title(defense), note, shots, result.leaked > 0)
+
+
+def _shots(audit: Audit, name: str, rows: Sequence[Attempt]) -> list[Shot]:
+    found = {row.victim: row for row in rows}
+    return [_attempt_shot(audit, name, found.get(victim)) for victim in _shown(audit)]
+
+
+def _attempt_shot(audit: Audit, name: str, row: Attempt | None) -> Shot:
+    if row is None:
+        return Shot(None, "not run", f"{name}: not run yet")
+    judged = None if row.defense is None else row.leaked
+    words = {None: "", True: ", leaked", False: ", not leaked"}[judged]
+    description = f"{name}, victim {row.victim}: PSNR {row.psnr:.1f} dB, SSIM {row.ssim:.2f}{words}"
+    return _shot(audit, row.image, f"{row.psnr:.1f} dB", description, judged)
+
+
+def _shot(audit: Audit, image: str | None, caption: str, description: str, leaked: bool | None = None) -> Shot:
+    if image is None or load(audit.folder, image) is None:
+        return Shot(None, caption, f"{description} (no image)", leaked)
+    encoded = base64.b64encode((audit.folder / image).read_bytes()).decode()
+    return Shot(f"data:image/png;base64,{encoded}", caption, description, leaked)

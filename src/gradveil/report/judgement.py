@@ -1,0 +1,310 @@
+"""What the rows of an audit say, in sentences, and what keeps them from saying more.
+
+Sentences put names and commands between backticks; the page sets these as code, the terminal drops them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gradveil.report.read import UNDEFENDED, Audit
+from gradveil.report.scores import Score, score
+from gradveil.report.text import join, percent, plural
+
+# The rule behind `leaked`, which the audit applies and the report only explains.
+PSNR_LEAK = 15.0
+SSIM_LEAK = 0.5
+BLIND_MARGIN = 2.0
+
+FEW_VICTIMS = 8  # below this, k of n is an anecdote: 0 of 7 still allows a true rate of one in three
+COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
+NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
+NAMED_TOGETHER = 6  # more than this are only counted in it
+
+
+class Outcome(Enum):
+    """What a defense does to the attacks that work without it; the value is the mark the page shows."""
+
+    STOPS = "stops"
+    WEAKENS = "weakens"
+    FAILS = "fails"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Sentence:
+    """One sentence of the headline and the outcome it tells of."""
+
+    text: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The headline, first what happens undefended, and the reasons to read it with care.
+
+    Example:
+        >>> Verdict((Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), ()).lines()
+        ['idlg recovers 4 of 4 images.']
+    """
+
+    headline: tuple[Sentence, ...]
+    caveats: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Everything as plain sentences for a terminal."""
+        caveats = [f"Note: {caveat}" for caveat in self.caveats]
+        return [text.replace("`", "") for text in [*(sentence.text for sentence in self.headline), *caveats]]
+
+
+def judge(audit: Audit) -> Verdict:
+    """Put the audit into words."""
+    return Verdict((_lead(audit), *_defense_sentences(audit)), tuple(_caveats(audit)))
+
+
+def outcome(audit: Audit, defense: str) -> Outcome:
+    """What `defense` does, judged by the attacker who recovers the largest share of the victims.
+
+    Only attacks that recover something undefended can show that a defense stops them, and only when all of
+    their victims are done. A leak is a leak, whichever attack causes it.
+    """
+    working = _working(audit)
+    if not working:
+        return Outcome.UNKNOWN
+    leaked = max((_share(result) for _, result in _results(audit, defense)), default=0.0)
+    if leaked:
+        before = max(_share(score(audit.without_defense(attack))) for attack in working)
+        return Outcome.WEAKENS if leaked < before else Outcome.FAILS
+    unfinished = {attack for name, attack, _ in audit.missing_attempts() if name == defense}
+    methods = {row.method for row in audit.attempts if row.attack in working}
+    return Outcome.UNKNOWN if unfinished & methods else Outcome.STOPS
+
+
+def _working(audit: Audit) -> list[str]:
+    """The attacks that recover at least one victim undefended."""
+    return [attack for attack in audit.attacks if any(row.leaked for row in audit.without_defense(attack))]
+
+
+def _results(audit: Audit, defense: str) -> list[tuple[str, Score]]:
+    """The attacks that ran under `defense`, with what they reached."""
+    return [(attack, score(rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
+
+
+def _share(result: Score) -> float:
+    return result.leaked / result.victims
+
+
+def _victims(audit: Audit, count: int) -> str:
+    return plural(count, "image") if audit.batch_size == 1 else f"{plural(count, 'batch')} of {audit.batch_size} images"
+
+
+def _noun(audit: Audit) -> str:
+    return "images" if audit.batch_size == 1 else "batches"
+
+
+def _names(defenses: Sequence[str]) -> str:
+    """Defenses in a sentence, or how many there are when nobody would read them all."""
+    if len(defenses) > NAMED_TOGETHER:
+        return f"{len(defenses)} of the defenses"
+    return join([f"`{defense}`" for defense in defenses])
+
+
+def _lead(audit: Audit) -> Sentence:
+    if not audit.attempts:
+        return Sentence("No attack has finished yet.", Outcome.UNKNOWN)
+    if audit.undefended is None:
+        return Sentence(f"Nothing was attacked without a defense (`{UNDEFENDED}`).", Outcome.UNKNOWN)
+    results = _results(audit, UNDEFENDED)
+    if not results:
+        return Sentence("The attacks without a defense have not finished yet.", Outcome.UNKNOWN)
+    clauses = []
+    for position, (attack, result) in enumerate(results):
+        count = f"{result.leaked or 'none'} of {result.victims:,}"
+        if position == 0:
+            count = f"recovers {result.leaked or 'none'} of {_victims(audit, result.victims)}"
+        clauses.append(f"`{audit.short(attack)}` {count} (median {result.psnr:.1f} dB)")
+    leaks = any(result.leaked for _, result in results)
+    return Sentence(f"Without a defense, {join(clauses)}.", Outcome.FAILS if leaks else Outcome.UNKNOWN)
+
+
+def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
+    """The defenses by what they do; nothing where no attack works, since then nothing follows."""
+    if not _working(audit):
+        return
+    groups: dict[Outcome, list[str]] = {kind: [] for kind in Outcome}
+    for defense in audit.real_defenses:
+        groups[outcome(audit, defense)].append(defense)
+    texts = {
+        Outcome.STOPS: _stopping(audit, groups[Outcome.STOPS]),
+        Outcome.WEAKENS: _weakening(audit, groups[Outcome.WEAKENS]),
+        Outcome.FAILS: _failing(audit, groups[Outcome.FAILS]),
+        Outcome.UNKNOWN: _unfinished(groups[Outcome.UNKNOWN]),
+    }
+    for kind, lines in texts.items():
+        yield from (Sentence(line, kind) for line in lines)
+
+
+def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
+    attacks = _attacks_in_words(audit)
+    if len(defenses) <= NAMED_ONE_BY_ONE:
+        yield from (f"`{defense}` stops {attacks}{_cost(audit, defense)}." for defense in defenses)
+        return
+    kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
+    text = f"{_names(defenses)} stop {attacks}"
+    if kept:
+        best, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
+        text += (
+            f"; of these `{best}` keeps the most accuracy ({percent(kept[best])} of the undefended model's), "
+            f"`{least}` the least ({percent(kept[least])})"
+        )
+    yield f"{text}."
+
+
+def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
+    if len(defenses) > NAMED_ONE_BY_ONE:
+        yield f"{_names(defenses)} are not enough: under each, an attack still recovers some {_noun(audit)}."
+        return
+    for defense in defenses:
+        attack, result = max(_results(audit, defense), key=lambda pair: (_share(pair[1]), pair[1].psnr))
+        yield (
+            f"`{defense}` is not enough: `{audit.short(attack)}` still recovers {result.leaked} of "
+            f"{_victims(audit, result.victims)}."
+        )
+
+
+def _failing(audit: Audit, defenses: list[str]) -> Iterator[str]:
+    if defenses:
+        verb = "does" if len(defenses) == 1 else "do"
+        yield (
+            f"{_names(defenses)} {verb} not help: as large a share of the "
+            f"{_noun(audit)} is recovered as without a defense."
+        )
+
+
+def _unfinished(defenses: list[str]) -> Iterator[str]:
+    if defenses:
+        verb = "is" if len(defenses) == 1 else "are"
+        yield f"{_names(defenses)} {verb} not judged yet: attacks are missing."
+
+
+def _attacks_in_words(audit: Audit) -> str:
+    working = _working(audit)
+    if len(working) < len(audit.attacks):
+        return join([f"`{audit.short(attack)}`" for attack in working])
+    return {1: "the attack", 2: "both attacks"}.get(len(working), f"all {len(working)} attacks")
+
+
+def _cost(audit: Audit, defense: str) -> str:
+    """The end of a sentence about a defense: what it costs."""
+    if defense not in audit.utility:
+        return "; its cost in accuracy was not measured"
+    utility = audit.utility[defense]
+    if utility.pmm is None:
+        return f"; the model trained with it reaches {percent(utility.accuracy)} accuracy"
+    if utility.pmm >= 1:
+        return "; it costs no accuracy"
+    return f"; it keeps {'only ' if utility.pmm < COSTLY_PMM else ''}{percent(utility.pmm)} of the accuracy"
+
+
+def _caveats(audit: Audit) -> Iterator[str]:
+    yield from _unfinished_caveats(audit)
+    yield from _attack_caveats(audit)
+    yield from _blind_caveats(audit)
+    if audit.attempts and audit.victims < FEW_VICTIMS:
+        yield (
+            f"Only {plural(audit.victims, 'victim')} per attack: the counts are anecdotal. "
+            f"From {FEW_VICTIMS} victims on (`--victims`) they begin to mean something."
+        )
+    yield from _metric_caveats(audit)
+
+
+def _unfinished_caveats(audit: Audit) -> Iterator[str]:
+    attempts, costs = audit.missing_attempts(), audit.missing_utility()
+    parts = []
+    if attempts:
+        asked = len(audit.defenses) * len(audit.methods) * audit.victims
+        parts.append(f"{len(attempts):,} of {plural(asked, 'attack run')}")
+    if costs:
+        parts.append(f"the cost in accuracy of {_names(costs)}")
+    if parts:
+        command = audit.config.get("command")
+        resume = f"`{command} --resume`" if command and "--resume" not in command else "`--resume`"
+        verb = "are" if attempts else "is"
+        yield f"The audit is not complete: {join(parts)} {verb} missing. {resume} runs what is missing."
+    for file in audit.torn:
+        yield f"The last line of `{file}` was cut short and is not counted."
+
+
+def _attack_caveats(audit: Audit) -> Iterator[str]:
+    if not audit.attempts:
+        return
+    before = {attack: score(rows) for attack in audit.attacks if (rows := audit.without_defense(attack))}
+    working = _working(audit)
+    if not before:
+        yield (
+            "There is no finished undefended run to compare with, so nothing about the defenses follows: add "
+            f"`--defense {UNDEFENDED}`."
+        )
+    elif not working:
+        yield (
+            "No attack recovers undefended data here, so nothing about the defenses follows from this audit. "
+            "Give the attacks more iterations, or a model and batch size on which they work."
+        )
+    else:
+        for attack, result in before.items():
+            if attack not in working:
+                yield (
+                    f"`{audit.short(attack)}` recovers nothing even without a defense; "
+                    "its rows say nothing about the defenses."
+                )
+            elif _share(result) < 0.5:
+                yield (
+                    f"`{audit.short(attack)}` is weak here: undefended it recovers only {result.leaked} of "
+                    f"{result.victims}, so its failures say little about the defenses."
+                )
+    for attack, result in before.items():
+        better = [
+            defense
+            for defense in audit.real_defenses
+            if (rows := audit.of(defense, attack)) and _share(score(rows)) > _share(result)
+        ]
+        if better:
+            yield (
+                f"`{audit.short(attack)}` recovers more under {_names(better)} than undefended, which a "
+                "sound attack should not: it had not converged or was lucky."
+            )
+    stopped = any(outcome(audit, defense) is Outcome.STOPS for defense in audit.real_defenses)
+    if stopped and not any(row.adaptive for row in audit.attempts):
+        yield "No attacker was adapted to the defense it met; one that knows the defense may recover more."
+
+
+def _blind_caveats(audit: Audit) -> Iterator[str]:
+    if not audit.attempts:
+        return
+    if not audit.blind:
+        yield "The blind-guess rows are missing: what anyone could guess without a gradient is unknown here."
+        return
+    reaching = [row for row in audit.blind if row.psnr >= PSNR_LEAK or row.ssim >= SSIM_LEAK]
+    if reaching:
+        yield (
+            "The blind guess alone, the public mean image of the class, reaches the threshold for "
+            f"{len(reaching)} of {_victims(audit, len(audit.blind))} (median {score(audit.blind).psnr:.1f} "
+            f"dB): these images look alike. A leak counts only {BLIND_MARGIN:g} dB above that guess."
+        )
+
+
+def _metric_caveats(audit: Audit) -> Iterator[str]:
+    unknown = [row for row in audit.utility.values() if row.pmm is None]
+    if unknown:
+        baseline = next((row.baseline_accuracy for row in unknown if row.baseline_accuracy is not None), None)
+        reached = f" ({percent(baseline)} accuracy)" if baseline is not None else ""
+        yield (
+            f"The undefended model is near chance{reached}, so the share of accuracy that a defense keeps "
+            "(PMM) is not given: train longer (`--rounds`)."
+        )
+    without = sum(row.lpips is None for row in audit.attempts)
+    if without:
+        yield (
+            f"LPIPS is missing in {without:,} of {plural(len(audit.attempts), 'row')}: its weights were not "
+            "there. `gradveil data get lpips-alex` fetches them."
+        )

@@ -1,0 +1,227 @@
+"""Where everything goes in the privacy-utility picture; the template only draws it."""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+CHARACTER = 6.8  # width of a monospaced character of 11 px, rounded up
+LABEL_HEIGHT = 14.0
+RADIUS = 5.5
+
+
+@dataclass(frozen=True)
+class Point:
+    """A defense: what it keeps (x), what the strongest attack gets (y), and the words for its tooltip."""
+
+    label: str
+    x: float
+    y: float
+    leaked: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Line:
+    """A horizontal mark at y."""
+
+    text: str
+    y: float
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangle in pixels."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+    @property
+    def right(self) -> float:
+        """The x of the right edge."""
+        return self.left + self.width
+
+    @property
+    def bottom(self) -> float:
+        """The y of the lower edge."""
+        return self.top + self.height
+
+    def overlaps(self, other: "Box") -> bool:
+        """Whether the two share an area."""
+        return (
+            self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+        )
+
+    def contains(self, other: "Box") -> bool:
+        """Whether `other` lies inside."""
+        return (
+            self.left <= other.left
+            and other.right <= self.right
+            and self.top <= other.top
+            and other.bottom <= self.bottom
+        )
+
+    def nearest(self, x: float, y: float) -> tuple[float, float]:
+        """The point of the box nearest to (x, y)."""
+        return min(max(x, self.left), self.right), min(max(y, self.top), self.bottom)
+
+
+@dataclass(frozen=True)
+class Marker:
+    """A point with its place, its label's box and the end of the line that leads to the label."""
+
+    point: Point
+    number: int
+    x: float
+    y: float
+    text: str
+    box: Box
+    leader: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A tick or a line at a position in pixels, with its text."""
+
+    at: float
+    text: str
+    text_at: float
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A finished layout.
+
+    Example:
+        >>> points = [Point("none", 0.9, 34.0, True, "everything leaks")]
+        >>> chart = layout(points, [Line("threshold", 15.0)], width=700, numbered=False)
+        >>> chart.markers[0].text, chart.plot.contains(chart.markers[0].box)
+        ('none', True)
+    """
+
+    width: float
+    height: float
+    plot: Box
+    x_ticks: tuple[Mark, ...]
+    y_ticks: tuple[Mark, ...]
+    lines: tuple[Mark, ...]
+    markers: tuple[Marker, ...]
+
+
+def layout(points: Sequence[Point], lines: Sequence[Line], *, width: float, numbered: bool) -> Chart:
+    """Lay out at least one point. Labels never overlap: the chart grows until all have a place.
+
+    Args:
+        points: the defenses; x is a share of 1.
+        lines: horizontal marks.
+        width: of the whole chart, in pixels.
+        numbered: label the points with numbers from 1 on, for a screen too narrow for names.
+    """
+    height = 380.0 if numbered else 440.0
+    while (chart := _try_layout(points, lines, width, height, numbered)) is None:
+        height += 60.0
+    return chart
+
+
+def _try_layout(
+    points: Sequence[Point], lines: Sequence[Line], width: float, height: float, numbered: bool
+) -> Chart | None:
+    plot = Box(46.0, 14.0, width - 46.0 - 14.0, height - 14.0 - 44.0)
+    x_low, x_high, x_step = _axis([point.x for point in points], room=0.06, least=0.05)
+    y_low, y_high, y_step = _axis([*(point.y for point in points), *(line.y for line in lines), 0.0], 0.05, 5.0)
+
+    def to_x(value: float) -> float:
+        return plot.left + plot.width * (value - x_low) / (x_high - x_low)
+
+    def to_y(value: float) -> float:
+        return plot.bottom - plot.height * (value - y_low) / (y_high - y_low)
+
+    marks = _line_marks(lines, to_y_values=[to_y(line.y) for line in lines])
+    places = [(to_x(point.x), to_y(point.y)) for point in points]
+    texts = [str(number) if numbered else _shorten(point.label) for number, point in enumerate(points, 1)]
+    occupied = [Box(x - RADIUS - 3, y - RADIUS - 3, 2 * RADIUS + 6, 2 * RADIUS + 6) for x, y in places]
+    occupied += [
+        Box(plot.left, mark.text_at - LABEL_HEIGHT + 3, len(mark.text) * CHARACTER, LABEL_HEIGHT) for mark in marks
+    ]
+    crossed = [Box(plot.left, mark.at - 2, plot.width, 4) for mark in marks]  # by leaders, not by labels
+    markers = []
+    for number, (point, (x, y), text) in enumerate(zip(points, places, texts, strict=True), 1):
+        box = _free_box(x, y, len(text) * CHARACTER, plot, occupied, crossed)
+        if box is None:
+            return None
+        end = box.nearest(x, y)
+        occupied += [box, *_along((x, y), end)]
+        far = math.dist(end, (x, y)) > RADIUS + 5
+        markers.append(Marker(point, number, x, y, text, box, end if far else None))
+    return Chart(
+        width=width,
+        height=height,
+        plot=plot,
+        x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in _ticks(x_low, x_high, x_step)),
+        y_ticks=tuple(Mark(to_y(at), f"{at:g}", plot.left - 8) for at in _ticks(y_low, y_high, y_step)),
+        lines=tuple(marks),
+        markers=tuple(markers),
+    )
+
+
+def _free_box(
+    x: float, y: float, width: float, plot: Box, occupied: Sequence[Box], crossed: Sequence[Box]
+) -> Box | None:
+    """The nearest box of this width around (x, y) inside the plot that covers nothing.
+
+    The line that leads to it may go over what is `crossed`, but over nothing that is `occupied`.
+    """
+    for box in _boxes_around(x, y, width):
+        if not plot.contains(box) or any(box.overlaps(other) for other in crossed):
+            continue
+        leader = _along((x, y), box.nearest(x, y))
+        if not any(other.overlaps(part) for other in occupied for part in (box, *leader)):
+            return box
+    return None
+
+
+def _boxes_around(x: float, y: float, width: float) -> Iterator[Box]:
+    """Boxes at growing distance: right first, where the eye expects a label, then left, above, below."""
+    eighths = (0, 8, 4, 12, 1, 15, 7, 9, 2, 14, 6, 10, 3, 13, 5, 11)
+    for ring in range(40):
+        distance = RADIUS + 4 + 9 * ring
+        for eighth in eighths:
+            angle = math.pi * eighth / 8
+            anchor_x, anchor_y = x + distance * math.cos(angle), y - distance * math.sin(angle)
+            left = anchor_x - width * (1 - math.cos(angle)) / 2
+            yield Box(left, anchor_y - LABEL_HEIGHT * (1 + math.sin(angle)) / 2, width, LABEL_HEIGHT)
+
+
+def _along(start: tuple[float, float], end: tuple[float, float]) -> list[Box]:
+    """Small boxes along the line from a point to its label, but for its start, where the point lies."""
+    length = math.dist(start, end)
+    steps = int(length // 4)
+    return [
+        Box(start[0] + (end[0] - start[0]) * share - 0.5, start[1] + (end[1] - start[1]) * share - 0.5, 1, 1)
+        for share in (step * 4 / length for step in range(3, steps + 1))
+    ]
+
+
+def _line_marks(lines: Sequence[Line], to_y_values: Iterable[float]) -> list[Mark]:
+    """The highest line has its text above, the others below, so that two close lines stay readable."""
+    marks = sorted(zip(to_y_values, (line.text for line in lines), strict=True))
+    return [Mark(at, text, at - 5 if position == 0 else at + 14) for position, (at, text) in enumerate(marks)]
+
+
+def _axis(values: Sequence[float], room: float, least: float) -> tuple[float, float, float]:
+    """Ends and tick step of an axis that holds `values` with some room around them."""
+    span = max(max(values) - min(values), least)
+    low, high = min(values) - room * span, max(values) + room * span
+    rough = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+    return low, high, step
+
+
+def _ticks(low: float, high: float, step: float) -> list[float]:
+    return [round(index * step, 10) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def _shorten(label: str, most: int = 38) -> str:
+    return label if len(label) <= most else f"{label[: most - 1]}…"

@@ -1,0 +1,80 @@
+"""Rows of one attack under one defense, in a few numbers."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from gradveil.report.read import Attempt, Audit
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an attack reached over its victims. Medians, since one lucky victim moves a mean.
+
+    Example:
+        >>> from gradveil.report.read import Attempt
+        >>> row = Attempt("none", "idlg", "idlg", False, 0, 31.0, 0.9, None, None, 1.0, True, 2.0, None)
+        >>> score([row]).psnr, score([row]).leaked, score([row]).lpips
+        (31.0, 1, None)
+    """
+
+    victims: int
+    leaked: int
+    psnr: float
+    psnr_low: float
+    psnr_high: float
+    ssim: float
+    lpips: float | None
+    noise_ratio: float | None
+    label_correct: float | None
+    seconds: float | None
+
+
+def score(rows: Sequence[Attempt]) -> Score:
+    """Sum up at least one row. A metric that no row has is None; nulls do not count towards a median."""
+    psnr = [row.psnr for row in rows]
+    return Score(
+        victims=len(rows),
+        leaked=sum(row.leaked for row in rows),
+        psnr=median(psnr),
+        psnr_low=min(psnr),
+        psnr_high=max(psnr),
+        ssim=median(row.ssim for row in rows),
+        lpips=_median(row.lpips for row in rows),
+        noise_ratio=_median(row.noise_ratio for row in rows),
+        label_correct=_mean(row.label_correct for row in rows),
+        seconds=_median(row.seconds for row in rows),
+    )
+
+
+def scores(audit: Audit) -> dict[tuple[str, str], Score]:
+    """The score of every (defense, attack) that has rows, in the order of the audit."""
+    pairs = ((defense, attack) for defense in audit.defenses for attack in audit.attacks)
+    return {pair: score(rows) for pair in pairs if (rows := audit.of(*pair))}
+
+
+def strongest_psnr(audit: Audit, defense: str) -> float | None:
+    """The highest median PSNR that any attack reaches under `defense`."""
+    return max((score(rows).psnr for attack in audit.attacks if (rows := audit.of(defense, attack))), default=None)
+
+
+def strongest_attack(audit: Audit) -> str | None:
+    """The attack with the best median PSNR undefended; over all defenses if nothing ran undefended."""
+    undefended = {attack: rows for attack in audit.attacks if (rows := audit.without_defense(attack))}
+    anywhere = {row.attack: [other for other in audit.attempts if other.attack == row.attack] for row in audit.attempts}
+    candidates = undefended or anywhere
+    return max(candidates, key=lambda attack: score(candidates[attack]).psnr, default=None)
+
+
+def _present(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    present = _present(values)
+    return median(present) if present else None
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    present = _present(values)
+    return fmean(present) if present else None

@@ -1,0 +1,144 @@
+"""The two tables of a report, ready to print, to show and to sort."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gradveil.report.read import BLIND_GUESS, UNDEFENDED, Audit, Utility
+from gradveil.report.scores import Score, score, scores
+from gradveil.report.text import ratio, seconds, size
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry: the text to read, the value to sort by (None sorts last) and a remark in small type.
+
+    `leaked` marks a count of recovered victims; `history` is a curve to draw in place of the text.
+    """
+
+    text: str
+    value: float | str | None
+    note: str = ""
+    leaked: bool | None = None
+    history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, and what the column means in one sentence."""
+
+    title: str
+    hint: str
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of equal length.
+
+    Example:
+        >>> table = Table((Column("PSNR", "higher is closer"),), ((Cell("34.2", 34.21, "30.0–38.1"),),))
+        >>> table.texts()
+        [['34.2 (30.0–38.1)']]
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def texts(self) -> list[list[str]]:
+        """The rows as plain text for a terminal."""
+        return [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in self.rows]
+
+
+def attack_table(audit: Audit) -> Table:
+    """A row for each defense and attack, and one for the blind guess, which knows nothing of the victim."""
+    entries = [(defense, audit.short(attack), result) for (defense, attack), result in scores(audit).items()]
+    if audit.blind:
+        entries.insert(0, (MISSING, BLIND_GUESS, score(audit.blind)))
+    with_noise = any(result.noise_ratio is not None for _, _, result in entries)
+    columns = [
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Attack", "Who tried to rebuild the image from the update.", numeric=False),
+        Column("Leaked", "Victims recovered, of all victims attacked."),
+        Column(
+            "PSNR dB",
+            "Median over the victims, and the lowest and highest. Higher is closer to the original.",
+        ),
+        Column("SSIM", "Median structural similarity. 1 is identical."),
+        Column("LPIPS", "Median perceptual distance. 0 is identical."),
+        *([Column("Noise", "Median share of noise that an evaluation network sees.")] if with_noise else []),
+        Column("Label", "How often the attacker knew the right label."),
+        Column("Time", "Median time of the attack per victim."),
+    ]
+    rows = [
+        (
+            Cell(defense, None if defense == MISSING else defense),
+            Cell(attack, attack),
+            _leaked(result) if attack != BLIND_GUESS else Cell(MISSING, None),
+            Cell(f"{result.psnr:.1f}", result.psnr, f"{result.psnr_low:.1f}–{result.psnr_high:.1f}"),
+            _decimal(result.ssim, 2),
+            _decimal(result.lpips, 3),
+            *([_decimal(result.noise_ratio, 2)] if with_noise else []),
+            _share(result.label_correct),
+            _seconds(result.seconds),
+        )
+        for defense, attack, result in entries
+    ]
+    return Table(tuple(columns), tuple(rows))
+
+
+def utility_table(audit: Audit) -> Table:
+    """A row for each defense whose training was measured, compared with the undefended run."""
+    measured = [audit.utility[defense] for defense in audit.defenses if defense in audit.utility]
+    with_history = any(len(row.history) > 1 for row in measured)
+    columns = [
+        Column("Defense", "What every client did to its updates during training.", numeric=False),
+        Column("Accuracy", "Test accuracy of the model trained under the defense."),
+        Column("PMM", "Accuracy with the defense divided by accuracy without. 100 % costs nothing."),
+        Column("Loss", "Test loss of the model trained under the defense."),
+        Column("Round time", "Time of one round of training, and against the undefended run."),
+        Column("Upload", "Bytes one client sends in a round, and against the undefended run."),
+        Column("Download", "Bytes one client receives in a round, and against the undefended run."),
+        *([Column("Training", "Accuracy over the rounds, from 0 to 100 %.")] if with_history else []),
+    ]
+    base = audit.utility.get(UNDEFENDED)
+    rows = [tuple(_utility_cells(row, base, with_history)) for row in measured]
+    return Table(tuple(columns), tuple(rows))
+
+
+def _utility_cells(row: Utility, base: Utility | None, with_history: bool) -> Iterator[Cell]:
+    yield Cell(row.defense, row.defense)
+    yield _share(row.accuracy)
+    yield _share(row.pmm)
+    yield _decimal(row.loss, 3)
+    yield _seconds(row.round_seconds, base.round_seconds if base else None)
+    yield _size(row.upload_bytes, base.upload_bytes if base else None)
+    yield _size(row.download_bytes, base.download_bytes if base else None)
+    if with_history:
+        yield Cell("" if len(row.history) > 1 else MISSING, row.accuracy, history=row.history)
+
+
+def _leaked(result: Score) -> Cell:
+    share = result.leaked / result.victims
+    return Cell(f"{result.leaked} of {result.victims:,}", share, leaked=result.leaked > 0)
+
+
+def _decimal(value: float | None, digits: int) -> Cell:
+    return Cell(MISSING if value is None else f"{value:.{digits}f}", value)
+
+
+def _share(value: float | None) -> Cell:
+    return Cell(MISSING if value is None else f"{100 * value:.1f} %", value)
+
+
+def _seconds(value: float | None, base: float | None = None) -> Cell:
+    return Cell(MISSING if value is None else seconds(value), value, _against(value, base))
+
+
+def _size(value: float | None, base: float | None = None) -> Cell:
+    return Cell(MISSING if value is None else size(value), value, _against(value, base))
+
+
+def _against(value: float | None, base: float | None) -> str:
+    return ratio(value / base) if value is not None and base else ""

@@ -1,0 +1,168 @@
+import inspect
+
+import pytest
+import torch
+
+import gradveil
+from gradveil import data, metrics, models
+from gradveil.attacks.inverting_gradients import cosine_distance, total_variation
+from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
+
+QUICK = {"idlg": {"iterations": 20}, "inverting-gradients": {"iterations": 20}}
+
+
+@pytest.fixture(scope="module")
+def mnist_victims():
+    """Eight embedded digits and a LeNet as the default audit has them."""
+    test = data.load("mnist").test
+    images, labels = test.batch(torch.randperm(len(test), generator=torch.Generator().manual_seed(3))[:8])
+    model = models.create("lenet", input_shape=(1, 28, 28), classes=10, init="uniform")
+    return gradveil.Task(model, input_shape=(1, 28, 28), classes=10), images, labels
+
+
+def attack_each(attack, task, images, labels, defense="none"):
+    defended = gradveil.defense(defense)
+    updates = [
+        defended.share(task, images[i : i + 1], labels[i : i + 1], generator=torch.Generator().manual_seed(i))
+        for i in range(len(images))
+    ]
+    found = attack.reconstruct(
+        task, updates, gradveil.ThreatModel(defense=defended), generator=torch.Generator().manual_seed(0)
+    )
+    return found, metrics.psnr(images, found.inputs[:, 0].clamp(0, 1))
+
+
+def test_every_registered_attack_has_a_quick_form():
+    assert sorted(QUICK) == gradveil.attacks()
+
+
+@pytest.mark.slow
+def test_idlg_recovers_undefended_digits_and_is_stopped_by_noise(mnist_victims):
+    attack = gradveil.attack("idlg", iterations=300)
+    found, psnr = attack_each(attack, *mnist_victims)
+    assert found.labels[:, 0].tolist() == mnist_victims[2].tolist()
+    assert psnr.median() >= 25
+    _, defended = attack_each(attack, *mnist_victims, defense="gaussian-noise:std=0.1")
+    assert defended.median() < 12
+
+
+@pytest.mark.slow
+def test_inverting_gradients_recovers_undefended_digits(mnist_victims):
+    task, images, labels = mnist_victims
+    _, psnr = attack_each(gradveil.attack("inverting-gradients", iterations=400), task, images[:4], labels[:4])
+    assert psnr.median() >= 15
+
+
+@pytest.mark.parametrize("name", gradveil.attacks())
+def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
+    task, images, labels = mnist_victims
+    attack = gradveil.attack(name, **QUICK[name])
+    first, _ = attack_each(attack, task, images[:2], labels[:2])
+    again, _ = attack_each(attack, task, images[:2], labels[:2])
+    assert torch.equal(first.inputs, again.inputs)
+    assert first.inputs.shape == (2, 1, 1, 28, 28)
+    assert first.labels.shape == (2, 1)
+    assert first.loss.shape == first.iterations.shape == (2,)
+
+
+@pytest.mark.parametrize("name", gradveil.attacks())
+def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
+    inputs, labels = tiny_batch
+    updates = [gradveil.defense("none").share(tiny_task, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
+    # Without the total variation: where its kinks make a gradient vanish, the last bit decides about a sign.
+    smooth = {"tv": 0.0} if name == "inverting-gradients" else {}
+    attack = gradveil.attack(name, **QUICK[name], **smooth)
+
+    def run(chosen):
+        return attack.reconstruct(
+            tiny_task, chosen, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0)
+        )
+
+    together, alone = run(updates), run(updates[0])
+    torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", gradveil.attacks())
+def test_an_attack_is_never_given_the_data(name):
+    """It gets the task, the updates and the threat model; none of them holds the victim's images."""
+    taken = inspect.signature(gradveil.attack(name).reconstruct).parameters
+    assert list(taken) == ["task", "updates", "threat", "generator", "progress"]
+
+
+def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
+    inputs, labels = tiny_batch
+    update = gradveil.defense("none").share(tiny_task, inputs, labels)
+    threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=labels[None])
+    found = gradveil.attack("idlg", iterations=400).reconstruct(
+        tiny_task, update, threat, generator=torch.Generator().manual_seed(0)
+    )
+    assert found.inputs.shape == (1, 3, 1, 6, 6)
+    assert found.loss[0] < 1e-6
+
+
+def test_the_best_restart_is_chosen_by_the_attackers_loss(tiny_task, tiny_batch):
+    inputs, labels = tiny_batch
+    update = gradveil.defense("none").share(tiny_task, inputs[:1], labels[:1])
+
+    def loss(restarts):
+        attack = gradveil.attack("inverting-gradients", iterations=30, restarts=restarts)
+        generator = torch.Generator().manual_seed(0)
+        return float(attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=generator).loss[0])
+
+    assert loss(5) < loss(1) * (1 - 1e-6) or loss(5) == pytest.approx(loss(1), rel=1e-9)
+    assert loss(40) < loss(1) * (1 - 1e-6)
+
+
+def test_distances_are_what_they_say():
+    a = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([0.0])}
+    b = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0])}
+    assert float(cosine_distance(a, b)) == pytest.approx(1 - 0.5**0.5)
+    assert float(cosine_distance(a, {"w": torch.zeros(2), "b": torch.zeros(1)})) == 1.0
+    stripes = torch.tensor([0.0, 1.0, 0.0]).expand(1, 1, 3, 3)
+    assert float(total_variation(stripes)) == 1.0
+
+
+def test_repr_builds_the_same_attack_again():
+    for name in gradveil.attacks():
+        attack = gradveil.attack(name)
+        assert eval(repr(attack), {"gradveil": gradveil}) == attack
+        assert gradveil.attack(str(attack)) == attack
+
+
+@pytest.mark.parametrize(
+    ("spec", "error", "message"),
+    [
+        ("idgl", UnknownNameError, "unknown attack 'idgl'; did you mean idlg"),
+        ("idlg:iterations=0", ParameterError, "idlg: iterations must be a whole number of at least 1, got 0"),
+        ("inverting-gradients:lr=0", ParameterError, "inverting-gradients: lr must be a number above 0, got 0"),
+        ("inverting-gradients:tv=soft", ParameterError, "tv must be a number of at least 0, got 'soft'"),
+    ],
+)
+def test_bad_attacks_are_refused(spec, error, message):
+    with pytest.raises(error, match=message):
+        gradveil.attack(spec)
+
+
+def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
+    update = gradveil.defense("none").share(tiny_task, *tiny_batch)
+    attack = gradveil.attack("idlg")
+    with pytest.raises(ThreatModelError, match="has no adaptive form"):
+        attack.reconstruct(tiny_task, update, gradveil.ThreatModel(adaptive=True))
+    with pytest.raises(ThreatModelError, match="attacks a single gradient"):
+        attack.reconstruct(tiny_task, update, gradveil.ThreatModel(local=gradveil.LocalSteps()))
+    with pytest.raises(ParameterError, match="known_labels must be given exactly when labels='known'"):
+        gradveil.ThreatModel(labels="known")
+    with pytest.raises(InputError, match=r"known_labels must have shape \[1, 3\]"):
+        threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[1]]))
+        attack.reconstruct(tiny_task, update, threat)
+
+
+def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
+    update = gradveil.defense("none").share(tiny_task, *tiny_batch)
+    attack, threat = gradveil.attack("idlg"), gradveil.ThreatModel()
+    with pytest.raises(InputError, match=r"layer '3.bias' should have shape \(4,\), got \(5,\)"):
+        attack.reconstruct(tiny_task, gradveil.Update({**update, "3.bias": torch.zeros(5)}), threat)
+    with pytest.raises(InputError, match="must be finite, got NaN or Inf in '3.bias'"):
+        attack.reconstruct(tiny_task, gradveil.Update({**update, "3.bias": torch.full((4,), torch.nan)}), threat)
+    with pytest.raises(InputError, match="expected at least one update, got none"):
+        attack.reconstruct(tiny_task, [], threat)

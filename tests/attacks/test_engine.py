@@ -1,0 +1,119 @@
+import math
+
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradveil.attacks.engine import Objective, adam, lbfgs
+
+
+def rosenbrock(x, scale):
+    return (scale * (x[1:] - x[:-1] ** 2) ** 2 + (1 - x[:-1]) ** 2).sum()
+
+
+def test_lbfgs_finds_the_minimum_of_rosenbrock_for_every_victim():
+    scales = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
+    start = torch.full((3, 6), -1.0, dtype=torch.float64)
+    found = lbfgs(Objective(rosenbrock, scales), start, iterations=300)
+    torch.testing.assert_close(found.candidates, torch.ones(3, 6, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert found.losses.max() < 1e-12
+    assert found.iterations.max() < 300  # the tolerance ends it, each victim by itself
+    assert len(set(found.iterations.tolist())) > 1
+
+
+def test_lbfgs_needs_about_as_many_steps_as_scipy():
+    start = torch.full((1, 6), -1.0, dtype=torch.float64)
+    objective = Objective(rosenbrock, torch.tensor([100.0], dtype=torch.float64))
+    ours = lbfgs(objective, start, iterations=500, history=10, tolerance=1e-8)
+
+    def for_scipy(point):
+        losses, gradients = objective(torch.from_numpy(point)[None], torch.tensor([0]))
+        return losses.item(), gradients[0].numpy()
+
+    theirs = scipy.optimize.minimize(
+        for_scipy, start[0].numpy(), jac=True, method="L-BFGS-B", options={"maxcor": 10, "gtol": 1e-8, "ftol": 0}
+    )
+    assert theirs.fun < 1e-12
+    assert int(ours.iterations[0]) <= 1.5 * theirs.nit
+
+
+@given(st.integers(0, 10_000))
+def test_lbfgs_in_a_batch_equals_lbfgs_alone(seed):
+    generator = torch.Generator().manual_seed(seed)
+    scales = 10 * torch.rand(3, generator=generator, dtype=torch.float64) + 0.1
+    start = torch.randn(3, 4, generator=generator, dtype=torch.float64)
+    together = lbfgs(Objective(rosenbrock, scales), start, iterations=20)
+    for victim in range(3):
+        alone = lbfgs(Objective(rosenbrock, scales[victim : victim + 1]), start[victim : victim + 1], iterations=20)
+        torch.testing.assert_close(together.candidates[victim], alone.candidates[0], rtol=1e-6, atol=1e-9)
+
+
+def test_lbfgs_survives_costs_that_are_not_finite():
+    def wall(x, _):  # finite only for x < 1; the minimum is at 0.5
+        return torch.where(x < 1, (x - 0.5) ** 2, torch.tensor(math.nan, dtype=x.dtype)).sum()
+
+    victims = torch.zeros(2, 1, dtype=torch.float64)
+    found = lbfgs(Objective(wall, victims), torch.tensor([[-30.0], [0.9]], dtype=torch.float64), iterations=50)
+    torch.testing.assert_close(found.candidates, torch.full((2, 1), 0.5, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_lbfgs_stops_where_nothing_is_to_be_gained():
+    flat = lbfgs(Objective(lambda x, _: 0 * x.sum(), torch.zeros(1)), torch.ones(1, 3).double(), iterations=50)
+    assert flat.iterations.tolist() == [0]
+    nan = lbfgs(Objective(lambda x, _: x.sum() * math.nan, torch.zeros(1)), torch.ones(1, 3).double(), iterations=50)
+    assert nan.iterations.tolist() == [0]
+    assert torch.equal(nan.candidates, torch.ones(1, 3).double())
+
+
+def test_unsigned_adam_equals_torch():
+    target = torch.tensor([[1.0, -2.0, 0.3]], dtype=torch.float64)
+
+    def cost(x, t):
+        return (x - t).pow(4).sum()
+
+    ours = adam(Objective(cost, target), torch.zeros(1, 3).double(), iterations=60, lr=0.05, milestones=())
+    x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+    optimiser = torch.optim.Adam([x], lr=0.05)
+    losses = []
+    for _ in range(60):
+        optimiser.zero_grad()
+        loss = cost(x, target[0])
+        losses.append(loss.item())
+        loss.backward()
+        optimiser.step()
+    losses.append(cost(x, target[0]).item())
+    assert float(ours.losses[0]) == pytest.approx(min(losses), rel=1e-9)
+
+
+def test_adam_keeps_the_box_and_the_best_candidate():
+    target = torch.tensor([[2.0], [0.5]])
+    seen = []
+    found = adam(
+        Objective(lambda x, t: (x - t).square().sum(), target),
+        torch.zeros(2, 1),
+        iterations=100,
+        lr=0.1,
+        signed=True,
+        box=(0.0, 1.0),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert found.candidates[0].item() == 1.0
+    assert found.candidates[1].item() == pytest.approx(0.5, abs=0.02)
+    assert seen[0] == (1, 100)
+    assert seen[-1] == (100, 100)
+
+
+def test_the_step_size_falls_at_the_milestones():
+    moves = []
+    objective = Objective(lambda x, _: x.sum(), torch.zeros(1))
+
+    class Watch:
+        def __call__(self, candidates, who):
+            moves.append(candidates.item())
+            return objective(candidates, who)
+
+    adam(Watch(), torch.zeros(1, 1), iterations=8, lr=1.0, signed=True)  # type: ignore[arg-type]
+    steps = [round(a - b, 6) for a, b in zip(moves, moves[1:], strict=False)]
+    assert steps == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001], rel=1e-4)

@@ -1,0 +1,239 @@
+"""The checks that every defense passes. A new defense gets all of them by one row in CASES."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradveil
+from gradveil.errors import InputError, ParameterError, UnknownNameError
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the generic checks need to know about a defense."""
+
+    name: str
+    strong: dict[str, Any] = field(default_factory=dict)  # parameters at which it does something
+    identity: dict[str, Any] | None = None  # parameters at which it does nothing; None: there are none
+    random: bool = False
+    bad: tuple[tuple[dict[str, Any], str], ...] = ()  # refused parameters and the message
+    changes: bool = True  # False only for the yardstick
+
+
+CASES = [
+    Case("none", identity={}, changes=False),
+    Case(
+        "gaussian-noise",
+        {"std": 0.1},
+        {"std": 0.0},
+        random=True,
+        bad=(
+            ({"std": -1}, "gaussian-noise: std must be a number of at least 0, got -1"),
+            ({"std": "big"}, r"gaussian-noise: std must be a number of at least 0, got 'big' \(str\)"),
+            ({"std": float("nan")}, "gaussian-noise: std must be a number of at least 0, got nan"),
+            ({"std": True}, r"got True \(bool\)"),
+        ),
+    ),
+    Case(
+        "laplace-noise",
+        {"std": 0.1},
+        {"std": 0.0},
+        random=True,
+        bad=(({"std": -0.5}, "laplace-noise: std must be a number of at least 0, got -0.5"),),
+    ),
+    Case(
+        "top-k",
+        {"keep": 0.3},
+        {"keep": 1.0},
+        bad=(
+            ({"keep": 0}, "top-k: keep must be a number above 0 and at most 1, got 0"),
+            ({"keep": 1.5}, "top-k: keep must be a number above 0 and at most 1, got 1.5"),
+        ),
+    ),
+    Case(
+        "dual-pruning",
+        {"k1": 0.1, "k2": 0.5},
+        {"k1": 0.0, "k2": 0.0},
+        bad=(
+            ({"k1": 0.4, "k2": 0.75}, r"dual-pruning: k1 \+ k2 must be below 1, got 0.4 \+ 0.75 = 1.15"),
+            ({"k1": -0.1}, "dual-pruning: k1 must be a number of at least 0, got -0.1"),
+            ({"k2": None}, r"dual-pruning: k2 must be a number of at least 0, got None \(NoneType\)"),
+        ),
+    ),
+    Case(
+        "gradient-dropout",
+        {"keep": 0.5, "std": 0.1},
+        {"keep": 1.0},
+        random=True,
+        bad=(
+            ({"keep": 0.0}, "gradient-dropout: keep must be a number above 0 and at most 1, got 0.0"),
+            ({"std": -1}, "gradient-dropout: std must be a number of at least 0, got -1"),
+        ),
+    ),
+]
+
+# Wrappers are checked like the defenses they wrap, under their own way of being built.
+WRAPPED = [
+    "dual-pruning:k1=0.1,k2=0.5+error-feedback",
+    "top-k:keep=0.3+gaussian-noise:std=0.1",
+    "top-k:keep=0.3+gaussian-noise:std=0.1+error-feedback",
+]
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+changing_case = pytest.mark.parametrize("case", [c for c in CASES if c.changes], ids=lambda case: case.name)
+every_spec = pytest.mark.parametrize(
+    "defense",
+    [gradveil.defense(case.name, **case.strong) for case in CASES] + [gradveil.defense(spec) for spec in WRAPPED],
+    ids=str,
+)
+
+
+def gradients(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"conv.weight": (6, 3, 5, 5), "conv.bias": (12,), "fc.weight": (10, 30), "fc.bias": (10,)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def seeded(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_every_registered_defense_has_a_row():
+    assert sorted(case.name for case in CASES) == gradveil.defenses()
+
+
+@every_spec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_keys_shapes_and_types_are_kept_and_the_input_is_not_touched(defense, dtype):
+    given_gradients = gradients(dtype)
+    copies = {name: value.clone() for name, value in given_gradients.items()}
+    result = defense.perturb(given_gradients, generator=seeded(), memory={})
+    assert list(result) == list(given_gradients)
+    for name, value in result.items():
+        assert value.shape == given_gradients[name].shape
+        assert value.dtype == dtype
+        assert torch.isfinite(value).all()
+        assert value.data_ptr() != given_gradients[name].data_ptr()
+    assert same(given_gradients, copies)
+
+
+@every_case
+def test_zero_strength_is_the_identity(case):
+    assert case.identity is not None, f"{case.name}: say here why it has none"
+    result = gradveil.defense(case.name, **case.identity).perturb(gradients(), generator=seeded())
+    assert same(result, gradients())
+
+
+@changing_case
+def test_every_layer_is_changed(case):
+    result = gradveil.defense(case.name, **case.strong).perturb(gradients(), generator=seeded())
+    for name, value in gradients().items():
+        assert not torch.equal(result[name], value), name
+
+
+@every_case
+def test_the_generator_decides(case):
+    defense = gradveil.defense(case.name, **case.strong)
+    first = defense.perturb(gradients(), generator=seeded(1))
+    assert same(first, defense.perturb(gradients(), generator=seeded(1)))
+    assert same(first, defense.perturb(gradients(), generator=seeded(2))) != case.random
+    # Without a generator the entropy is fresh each time: a server cannot replay it.
+    assert same(defense.perturb(gradients()), defense.perturb(gradients())) != case.random
+
+
+@every_case
+def test_a_batch_of_clients_equals_the_loop(case):
+    defense = gradveil.defense(case.name, **case.strong)
+    clients = [gradients(seed=seed) for seed in range(3)]
+    stacked = {name: torch.stack([client[name] for client in clients]) for name in clients[0]}
+    together = defense.perturb_clients(stacked, generators=[seeded(10 + i) for i in range(3)])
+    for index, client in enumerate(clients):
+        alone = defense.perturb(client, generator=seeded(10 + index))
+        assert same(alone, {name: value[index] for name, value in together.items()})
+    with pytest.raises(InputError, match=r"expected one generator a client \(3\), got 1"):
+        defense.perturb_clients(stacked, generators=[seeded()])
+
+
+@every_spec
+def test_odd_layers_survive(defense):
+    odd = {
+        "empty": torch.zeros(0, 3),
+        "one": torch.tensor([2.0]),
+        "scalar": torch.tensor(3.0),
+        "zeros": torch.zeros(4, 4),
+        "equal": torch.full((9,), 0.5),
+        "large": torch.tensor([1e30, -1e-30, 0.0]),
+        "strided": torch.randn(4, 6, generator=seeded()).t(),
+    }
+    result = defense.perturb(odd, generator=seeded(), memory={})
+    for name, value in odd.items():
+        assert result[name].shape == value.shape
+        assert torch.isfinite(result[name]).all()
+
+
+@every_spec
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_inf_are_refused(defense, poison):
+    poisoned = gradients()
+    poisoned["conv.bias"][3] = poison
+    with pytest.raises(InputError, match=r"gradients must be finite, got NaN or Inf in 'conv.bias'"):
+        defense.perturb(poisoned, generator=seeded(), memory={})
+
+
+@every_spec
+def test_whole_numbers_and_no_gradients_at_all_are_refused(defense):
+    with pytest.raises(InputError, match="gradients must be floating-point"):
+        defense.perturb({"w": torch.ones(3, dtype=torch.long)}, generator=seeded(), memory={})
+    with pytest.raises(InputError, match="expected gradients by parameter name, got none"):
+        defense.perturb({}, generator=seeded(), memory={})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"), [(case.name, *bad) for case in CASES for bad in case.bad], ids=str
+)
+def test_parameters_out_of_range_are_refused(name, parameters, message):
+    with pytest.raises(ParameterError, match=message):
+        gradveil.defense(name, **parameters)
+
+
+@every_case
+def test_unknown_parameters_are_refused(case):
+    with pytest.raises(UnknownNameError, match=f"{case.name}: unknown parameter 'strength'"):
+        gradveil.defense(case.name, strength=1)
+
+
+@every_spec
+def test_repr_and_str_build_the_same_defense_again(defense):
+    again = eval(repr(defense), {"gradveil": gradveil})
+    assert again == defense
+    assert repr(again) == repr(defense)
+    assert gradveil.defense(str(defense)) == defense
+
+
+@every_spec
+def test_it_shares_and_aggregates(defense, tiny_task, tiny_batch):
+    update = defense.share(tiny_task, *tiny_batch, generator=seeded(), memory={})
+    assert list(update) == list(tiny_task.parameters)
+    assert update.meta.samples == 3
+    mean = defense.aggregate([update, update])
+    for name in update:
+        torch.testing.assert_close(mean[name], update[name])
+    assert defense.visible([update]) == [update]
+    assert defense.prepare(tiny_task) is tiny_task
+
+
+@every_spec
+@given(seed=st.integers(0, 1000), size=st.integers(1, 60))
+def test_any_size_of_layer(defense, seed, size):
+    value = torch.randn(size, generator=torch.Generator().manual_seed(seed))
+    result = defense.perturb({"w": value}, generator=seeded(seed), memory={})["w"]
+    assert result.shape == value.shape
+    assert torch.isfinite(result).all()

@@ -1,0 +1,89 @@
+"""What each method does, against closed forms and slow obvious references."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import gradveil
+
+SIZE = 200_000
+
+
+def sample(name: str, value: torch.Tensor, **parameters) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return gradveil.defense(name, **parameters).perturb({"w": value}, generator=generator)["w"]
+
+
+@pytest.mark.parametrize(("name", "fourth_moment"), [("gaussian-noise", 3.0), ("laplace-noise", 6.0)])
+def test_noise_has_its_moments(name, fourth_moment):
+    noise = sample(name, torch.zeros(SIZE, dtype=torch.float64), std=0.3) / 0.3
+    # Four standard errors of each estimate.
+    assert abs(float(noise.mean())) < 4 / SIZE**0.5
+    assert abs(float(noise.square().mean()) - 1) < 4 * ((fourth_moment - 1) / SIZE) ** 0.5
+    assert float(noise.pow(4).mean()) == pytest.approx(fourth_moment, rel=0.1)
+
+
+def test_laplace_noise_follows_its_distribution():
+    noise = sample("laplace-noise", torch.zeros(SIZE, dtype=torch.float64), std=2**0.5)
+    for point in (-2.0, -0.5, 0.0, 0.5, 2.0):
+        expected = 0.5 * math.exp(point) if point < 0 else 1 - 0.5 * math.exp(-point)
+        assert float((noise <= point).double().mean()) == pytest.approx(expected, abs=4 * 0.5 / SIZE**0.5)
+
+
+def test_noise_is_added_to_the_gradient():
+    value = torch.linspace(-5, 5, SIZE, dtype=torch.float64)
+    for name in ("gaussian-noise", "laplace-noise"):
+        noise = sample(name, value, std=0.1) - value
+        assert float(noise.std()) == pytest.approx(0.1, rel=0.02)
+        assert abs(float((noise * value).mean())) < 0.01
+
+
+arrays = hnp.arrays(
+    "float64", st.integers(1, 80), elements=st.one_of(st.sampled_from([0.0, 1.0, -1.0, 2.0]), st.floats(-9, 9))
+)
+
+
+def slow_band(values: list[float], top: int, bottom: int) -> list[float]:
+    ranked = sorted(range(len(values)), key=lambda i: (-abs(values[i]), i))
+    removed = set(ranked[:top]) | set(ranked[len(values) - bottom :])
+    return [0.0 if i in removed else v for i, v in enumerate(values)]
+
+
+@given(arrays, st.sampled_from([0.0, 0.05, 0.1, 0.25, 0.5]), st.sampled_from([0.0, 0.1, 0.3, 0.49]))
+def test_dual_pruning_removes_exact_counts(array, k1, k2):
+    value = torch.from_numpy(array)
+    n = len(value)
+    top = math.ceil(round(k1 * n, 9))
+    bottom = min(math.floor(round(k2 * n, 9)), n - top)
+    sent = sample("dual-pruning", value, k1=k1, k2=k2)
+    assert sent.tolist() == slow_band(value.tolist(), top, bottom)
+    assert torch.equal(sent + (value - sent), value)
+
+
+@given(arrays, st.sampled_from([0.01, 0.2, 0.5, 1.0]))
+def test_top_k_keeps_exact_counts(array, keep):
+    value = torch.from_numpy(array)
+    kept = math.ceil(round(keep * len(value), 9))
+    assert sample("top-k", value, keep=keep).tolist() == slow_band(value.tolist(), 0, len(value) - kept)
+
+
+def test_dual_pruning_always_hides_the_largest_bias_entry():
+    bias = torch.tensor([0.1, -0.9, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.2])
+    assert sample("dual-pruning", bias, k1=0.05, k2=0.1)[1] == 0
+
+
+def test_gradient_dropout_is_unbiased_and_as_far_as_predicted():
+    value = torch.randn(SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    keep, std = 0.7, 0.4
+    sent = sample("gradient-dropout", value, keep=keep, std=std)
+    error = sent - value
+    assert abs(float(error.mean())) < 4 * float(error.std()) / SIZE**0.5
+    squared = error.square()
+    expected = (1 - keep) / keep * float(value.square().mean()) + (1 - keep) * std**2
+    assert abs(float(squared.mean()) - expected) < 4 * float(squared.std()) / SIZE**0.5
+    exactly_shared = torch.isclose(sent, value / keep, rtol=1e-12, atol=0)
+    assert float(exactly_shared.double().mean()) == pytest.approx(keep, abs=4 * (keep * (1 - keep) / SIZE) ** 0.5)

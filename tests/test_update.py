@@ -1,0 +1,68 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradveil
+from gradveil.errors import InputError, ParameterError
+from gradveil.update import LocalSteps, Meta, Update, compute_update, weighted_mean
+
+
+def test_one_full_batch_step_is_the_gradient(tiny_task, tiny_batch):
+    gradient = tiny_task.gradients(*tiny_batch)
+    update = compute_update(tiny_task, *tiny_batch, local=LocalSteps(epochs=1, lr=0.5))
+    for name in gradient:
+        torch.testing.assert_close(update[name], gradient[name])
+    assert update.meta.samples == 3
+
+
+def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch, generator):
+    inputs, labels = tiny_batch
+    local = LocalSteps(epochs=2, batch_size=2, lr=0.3)
+    order = torch.Generator().manual_seed(0)
+    weights = tiny_task.parameters
+    for _ in range(2):
+        for batch in torch.randperm(3, generator=order).split(2):
+            step = tiny_task.with_parameters(weights).gradients(inputs[batch], labels[batch])
+            weights = {name: weights[name] - 0.3 * step[name] for name in weights}
+    update = compute_update(tiny_task, inputs, labels, local=local, generator=torch.Generator().manual_seed(0))
+    for name, start in tiny_task.parameters.items():
+        torch.testing.assert_close(start - 0.3 * update[name], weights[name])
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.01))
+def test_the_weighted_mean_is_the_weighted_mean(weights):
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(len(weights), 7, generator=generator, dtype=torch.float64)
+    got = weighted_mean([Update({"w": row}) for row in values], weights)["w"]
+    expected = (values * torch.tensor(weights, dtype=torch.float64)[:, None]).sum(0) / sum(weights)
+    torch.testing.assert_close(got, expected)
+
+
+def test_statistics_are_averaged_and_counts_kept():
+    updates = [
+        Update({"w": torch.ones(1)}, Meta(samples=1, buffers={"mean": torch.tensor([v]), "n": torch.tensor(4)}))
+        for v in (1.0, 3.0)
+    ]
+    mean = weighted_mean(updates, [1, 3])
+    assert mean.meta.buffers["mean"].tolist() == [2.5]
+    assert int(mean.meta.buffers["n"]) == 4
+    assert mean.meta.samples == 2
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0]])
+def test_bad_weights_are_refused(weights):
+    with pytest.raises(InputError, match="expected 2 non-negative weights"):
+        weighted_mean([Update({"w": torch.ones(1)})] * 2, weights)
+
+
+def test_updates_of_different_models_are_refused():
+    with pytest.raises(InputError, match="updates of one model"):
+        weighted_mean([Update({"w": torch.ones(1)}), Update({"v": torch.ones(1)})])
+    with pytest.raises(InputError, match="at least one update"):
+        weighted_mean([])
+
+
+def test_local_steps_check_their_parameters():
+    with pytest.raises(ParameterError, match="LocalSteps: lr must be a number above 0, got 0"):
+        gradveil.LocalSteps(lr=0)

@@ -1,0 +1,61 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradveil import wire
+from gradveil.errors import DataError
+from gradveil.update import Meta, Update
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+@given(
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    st.floats(0, 1),
+    st.integers(0, 2**31),
+)
+def test_decoding_gives_back_the_same_bits(dtype, shape, density, seed):
+    generator = torch.Generator().manual_seed(seed)
+    value = torch.randn(shape, generator=generator).to(dtype)
+    value[torch.rand(shape, generator=generator) > density] = 0.0
+    value[torch.rand(shape, generator=generator) > 0.9] = -0.0
+    update = Update({"b": value, "a": torch.ones(2)}, Meta(buffers={"mean": torch.ones(3)}))
+    message = wire.encode(update)
+    back = wire.decode(message)
+    assert list(back) == ["b", "a"]
+    assert back["b"].dtype == dtype
+    assert back["b"].shape == value.shape
+    assert bits(back["b"]) == bits(value)
+    assert back.meta.buffers["mean"].tolist() == [1, 1, 1]
+    assert back.meta.bytes == update.meta.bytes == len(message)
+
+
+def test_a_sparse_update_is_shorter():
+    dense = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    sparse = dense.where(torch.arange(10_000) % 5 == 0, torch.tensor(0.0))
+    assert len(wire.encode(Update({"w": dense}))) >= 40_000
+    assert len(wire.encode(Update({"w": sparse}))) < 8_000 + 1_250 + 500
+
+
+@pytest.mark.parametrize("message", [b"", b"abc", b"\xff" * 100, bytes(8) + b"{}"])
+def test_other_bytes_are_refused(message):
+    with pytest.raises(DataError, match="wire: expected the bytes of an encoded update"):
+        wire.decode(message)
+
+
+@given(st.data())
+def test_no_truncation_or_flipped_header_escapes_as_another_error(data):
+    message = bytearray(wire.encode(Update({"w": torch.tensor([0.0] * 40 + [1.0])})))
+    cut = data.draw(st.integers(0, len(message) - 1))
+    with pytest.raises(DataError):
+        wire.decode(bytes(message[:cut]))
+    place = data.draw(st.integers(0, len(message) - 1))
+    message[place] ^= data.draw(st.integers(1, 255))
+    try:
+        wire.decode(bytes(message))
+    except DataError as error:
+        assert "wire:" in str(error)
