@@ -21,7 +21,9 @@ def test_an_unknown_name_far_from_all_lists_them():
         registry.create("zzzzz")
 
 
-names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(lambda n: n not in ("true", "false", "null", "nan", "inf", "infinity"))
+names = st.from_regex(r"[a-z][a-z0-9_]{0,8}", fullmatch=True).filter(
+    lambda n: n not in ("true", "false", "null", "nan", "inf", "infinity")
+)
 values = st.one_of(
     st.integers(-1000, 1000), st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.none(), names
 )

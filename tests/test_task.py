@@ -17,9 +17,7 @@ def autograd_gradients(model, inputs, labels):
 
 def with_batch_norm():
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 4)
-    )
+    model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(108, 4))
     return model, torch.rand(5, 1, 6, 6), torch.tensor([0, 1, 2, 3, 0])
 
 

@@ -25,7 +25,7 @@ from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
-from gradveil.errors import GradveilError
+from gradveil.errors import GradveilError, ParameterError
 from gradveil.federation import Training, TrainingResult
 from gradveil.federation import train as run_training
 from gradveil.registry import Registry, parse_spec
@@ -51,14 +51,11 @@ def main() -> None:
     """Run the command line; errors meant for the user come without a traceback."""
     warnings.showwarning = lambda message, *_rest: talk.print(f"[yellow]note:[/] {message}")
     try:
-        app(standalone_mode=False)
+        app()
     except GradveilError as error:
-        talk.print(f"[red]error:[/] {error}", markup=True, soft_wrap=True)
+        talk.print("[red]error:[/]", end=" ")
+        talk.print(str(error), markup=False, soft_wrap=True)
         sys.exit(2)
-    except typer.Exit as stop:
-        sys.exit(stop.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        sys.exit(INTERRUPTED)
 
 
 # -- audit -----------------------------------------------------------------------------------------------------------
@@ -115,7 +112,7 @@ def audit(
             page = run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
     except KeyboardInterrupt:
         talk.print(f"stopped; finished rows are kept. Go on with: gradveil audit --resume --out {folder}")
-        raise
+        raise typer.Exit(INTERRUPTED) from None
     for sentence in report.verdict(folder):
         talk.print(sentence)
     if as_json:
@@ -156,7 +153,7 @@ def train(
     scheme, shares = parse_spec(partition)
     known = {"dirichlet": {"alpha"}, "classes": {"classes_per_client"}}.get(scheme, set())
     if shares.keys() - known:
-        raise typer.BadParameter(f"partition {scheme} takes {', '.join(known) or 'no parameters'}, got {partition}")
+        raise ParameterError(f"train: partition {scheme} takes {', '.join(known) or 'no parameters'}, got {partition}")
     local = None if local_epochs is None else LocalSteps(local_epochs, local_batch, local_lr)
     training = Training(
         rounds=rounds,
@@ -220,7 +217,9 @@ def list_all(
         "defenses": lambda: _methods(DEFENSES),
         "attacks": lambda: _methods(ATTACKS),
         "datasets": lambda: [
-            {"name": s.name, "summary": s.summary, "source": s.licence, "parameters": {}} for s in datasets.status()
+            {"name": s.name, "summary": s.summary, "source": s.licence, "parameters": {}}
+            for s in datasets.status()
+            if s.name in datasets.names()
         ],
         "models": lambda: [
             {"name": name, "summary": d.summary, "source": d.paper, "parameters": d.parameters}
@@ -229,19 +228,18 @@ def list_all(
         ],
     }
     if kind is not None and kind not in listings:
-        raise typer.BadParameter(f"expected one of {', '.join(listings)}, got {kind!r}")
+        raise ParameterError(f"list: expected one of {', '.join(listings)}, got {kind!r}")
     chosen = {name: listing() for name, listing in listings.items() if kind in (None, name)}
     if as_json:
         out.print_json(json.dumps(chosen))
         return
     for title, rows in chosen.items():
-        table = Table(title=title, title_justify="left")
-        for heading in ("name", "what it does", "paper" if title != "datasets" else "licence", "parameters"):
-            table.add_column(heading, overflow="fold")
+        out.print(f"[bold]{title}[/]")
+        width = max(len(row["name"]) for row in rows)
         for row in rows:
             parameters = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
-            table.add_row(row["name"], row["summary"], row["source"], parameters or "-")
-        out.print(table)
+            words = [row["summary"].rstrip("."), f"({parameters})" if parameters else "", f"[{row['source']}]"]
+            out.print(f"  {row['name']:{width}}  {' '.join(filter(None, words))}", markup=False, soft_wrap=True)
 
 
 def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
@@ -270,12 +268,11 @@ def data_list(as_json: Json = False) -> None:
     if as_json:
         out.print_json(json.dumps(rows))
         return
-    table = Table()
-    for heading in ("name", "what it is", "licence", "found", "how to get it"):
-        table.add_column(heading, overflow="fold")
+    width = max(len(row["name"]) for row in rows)
     for row in rows:
-        table.add_row(row["name"], row["summary"], row["licence"], row["found"] or "-", row["how"])
-    out.print(table)
+        state = f"found: {row['found']}" if row["found"] else row["how"]
+        out.print(f"{row['name']:{width}}  {row['summary']} [{row['licence']}]", markup=False, soft_wrap=True)
+        out.print(f"{'':{width}}  {state}", markup=False, soft_wrap=True)
 
 
 @data_app.command("get")

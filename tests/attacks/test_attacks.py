@@ -74,9 +74,7 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     attack = gradveil.attack(name, **QUICK[name], **smooth)
 
     def run(chosen):
-        return attack.reconstruct(
-            tiny_task, chosen, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0)
-        )
+        return attack.reconstruct(tiny_task, chosen, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0))
 
     together, alone = run(updates), run(updates[0])
     torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
@@ -104,13 +102,14 @@ def test_the_best_restart_is_chosen_by_the_attackers_loss(tiny_task, tiny_batch)
     inputs, labels = tiny_batch
     update = gradveil.defense("none").share(tiny_task, inputs[:1], labels[:1])
 
-    def loss(restarts):
-        attack = gradveil.attack("inverting-gradients", iterations=30, restarts=restarts)
-        generator = torch.Generator().manual_seed(0)
+    def loss(restarts, seed):
+        attack = gradveil.attack("inverting-gradients", iterations=5, restarts=restarts)
+        generator = torch.Generator().manual_seed(seed)
         return float(attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=generator).loss[0])
 
-    assert loss(5) < loss(1) * (1 - 1e-6) or loss(5) == pytest.approx(loss(1), rel=1e-9)
-    assert loss(40) < loss(1) * (1 - 1e-6)
+    gains = [loss(1, seed) - loss(4, seed) for seed in range(8)]  # the first of four starts is the single one
+    assert min(gains) > -1e-12
+    assert max(gains) > 1e-6
 
 
 def test_distances_are_what_they_say():

@@ -18,7 +18,9 @@ def test_the_label_of_one_image_is_found(name, generator):
 
 
 def test_repeated_labels_of_a_batch_are_counted(generator):
-    task = gradveil.Task(models.create("lenet", input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10)
+    task = gradveil.Task(
+        models.create("lenet", input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10
+    )
     right = 0
     for _ in range(20):
         labels = torch.randint(0, 10, (8,), generator=generator)
@@ -28,12 +30,12 @@ def test_repeated_labels_of_a_batch_are_counted(generator):
 
 
 def test_what_cannot_be_inferred_is_refused():
-    task = gradveil.Task(models.create("cnn6", input_shape=(3, 32, 32), classes=10), input_shape=(3, 32, 32), classes=10)
+    task = gradveil.Task(
+        models.create("cnn6", input_shape=(3, 32, 32), classes=10), input_shape=(3, 32, 32), classes=10
+    )
     update = gradveil.Update(task.parameters)
     with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias"):
         infer_labels(task, update, 4)
-    unclassified = gradveil.Task(
-        nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), input_shape=(1, 4, 4), classes=3
-    )
+    unclassified = gradveil.Task(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), input_shape=(1, 4, 4), classes=3)
     with pytest.raises(ThreatModelError, match="no linear classifier"):
         infer_labels(unclassified, gradveil.Update(unclassified.parameters), 1)

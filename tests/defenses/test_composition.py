@@ -58,7 +58,9 @@ def test_memories_of_two_clients_are_apart(tiny_task, tiny_batch):
 
 def test_a_chain_acts_in_order():
     gradient = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
-    scale_then_prune = gradveil.Chain(gradveil.defense("dual-pruning", k1=0.25, k2=0.0), gradveil.defense("top-k", keep=0.25))
+    scale_then_prune = gradveil.Chain(
+        gradveil.defense("dual-pruning", k1=0.25, k2=0.0), gradveil.defense("top-k", keep=0.25)
+    )
     assert scale_then_prune.perturb(gradient)["w"].tolist() == [0, 0, 3, 0]
 
 
@@ -78,7 +80,9 @@ def test_a_chain_has_one_server_side():
     chain = gradveil.Chain(gradveil.defense("top-k"), OwnAggregate())
     first, second = (gradveil.Update({"w": torch.tensor([v])}) for v in (1.0, 3.0))
     assert chain.aggregate([first, second])["w"].tolist() == [1.0]
-    with pytest.raises(ParameterError, match="at most one defense may have a server side, got own-aggregate and own-aggregate"):
+    with pytest.raises(
+        ParameterError, match="at most one defense may have a server side, got own-aggregate and own-aggregate"
+    ):
         gradveil.Chain(OwnAggregate(), OwnAggregate())
     with pytest.raises(ParameterError, match="two or more defenses, got 1"):
         gradveil.Chain(OwnAggregate())

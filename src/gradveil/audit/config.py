@@ -21,7 +21,7 @@ DEFENSES = (
     "dual-pruning:k1=0.05,k2=0.75",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = ("idlg:iterations=300", "inverting-gradients:iterations=400")
+ATTACKS = ("idlg:iterations=300", "inverting-gradients:iterations=400,lr=0.05")
 
 
 @dataclass(frozen=True)

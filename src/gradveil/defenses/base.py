@@ -336,7 +336,9 @@ class Chain(Defense):
         """Every part perturbs in turn."""
         return self._perturb_from(0, Update(gradients, _meta_of(gradients)), generator, memory)
 
-    def _perturb_from(self, first: int, update: Update, generator: torch.Generator | None, memory: Memory | None) -> Update:
+    def _perturb_from(
+        self, first: int, update: Update, generator: torch.Generator | None, memory: Memory | None
+    ) -> Update:
         for index, part in enumerate(self.parts[first:], start=first):
             update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
         return update

@@ -37,11 +37,11 @@ def overview(audit: Audit) -> Image.Image:
     columns = len(rows[0].images)
     heading = [(_heading(audit), HEADING, INK)]
     labels = min(MOST_LABEL, max(_width(line) for row in rows for line in row.label)) + 2 * GAP
-    widest = max([CELL, *(image.width for row in rows for image in row.images if image)])
-    cell = min(widest, (WIDTH - 2 * MARGIN - labels) // max(columns, 1) - GAP)
+    room = (WIDTH - 2 * MARGIN - labels) // max(columns, 1) - GAP
+    pictures = [[image and _enlarge(image, min(CELL * audit.batch_size, room)) for image in row.images] for row in rows]
+    cell = max([CELL, *(picture.width for line in pictures for picture in line if picture)])
     width = 2 * MARGIN + max(labels + columns * (cell + GAP) - GAP, min(_width(heading[0]), MOST_LABEL))
 
-    pictures = [[image and _enlarge(image, cell) for image in row.images] for row in rows]
     heights = [
         max([_height(row.label), *(picture.height for picture in line if picture)])
         for row, line in zip(rows, pictures, strict=True)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 CHARACTER = 6.8  # width of a monospaced character of 11 px, rounded up
 LABEL_HEIGHT = 14.0
 RADIUS = 5.5
+RING = 9.0  # distance between the circles on which a label's place is sought
+
+Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -144,14 +147,13 @@ def _try_layout(
     occupied += [
         Box(plot.left, mark.text_at - LABEL_HEIGHT + 3, len(mark.text) * CHARACTER, LABEL_HEIGHT) for mark in marks
     ]
-    crossed = [Box(plot.left, mark.at - 2, plot.width, 4) for mark in marks]  # by leaders, not by labels
+    room = _Room(plot, occupied, [Box(plot.left, mark.at - 2, plot.width, 4) for mark in marks])
     markers = []
     for number, (point, (x, y), text) in enumerate(zip(points, places, texts, strict=True), 1):
-        box = _free_box(x, y, len(text) * CHARACTER, plot, occupied, crossed)
+        box = room.take(x, y, len(text) * CHARACTER)
         if box is None:
             return None
         end = box.nearest(x, y)
-        occupied += [box, *_along((x, y), end)]
         far = math.dist(end, (x, y)) > RADIUS + 5
         markers.append(Marker(point, number, x, y, text, box, end if far else None))
     return Chart(
@@ -165,27 +167,53 @@ def _try_layout(
     )
 
 
-def _free_box(
-    x: float, y: float, width: float, plot: Box, occupied: Sequence[Box], crossed: Sequence[Box]
-) -> Box | None:
-    """The nearest box of this width around (x, y) inside the plot that covers nothing.
+class _Room:
+    """The free space of a plot, given away label by label.
 
-    The line that leads to it may go over what is `crossed`, but over nothing that is `occupied`.
+    Labels cover neither each other nor what is `occupied` nor the `lines`; the line that leads to a label may
+    cross those, and goes through other labels and points only where nothing else is left.
     """
-    for box in _boxes_around(x, y, width):
-        if not plot.contains(box) or any(box.overlaps(other) for other in crossed):
-            continue
-        leader = _along((x, y), box.nearest(x, y))
-        if not any(other.overlaps(part) for other in occupied for part in (box, *leader)):
-            return box
-    return None
+
+    def __init__(self, plot: Box, occupied: Sequence[Box], lines: Sequence[Box]) -> None:
+        self._plot = plot
+        self._occupied = list(occupied)
+        self._lines = lines
+        self._leaders: list[Segment] = []
+
+    def take(self, x: float, y: float, width: float) -> Box | None:
+        """The best place for a label of (x, y), None if there is none."""
+        second_best = None
+        for box in _boxes_around(x, y, width, reach=math.hypot(self._plot.width, self._plot.height)):
+            if not self._is_free(box):
+                continue
+            if self._is_clear(((x, y), box.nearest(x, y)), box):
+                return self._give(x, y, box)
+            second_best = second_best or box
+        return second_best and self._give(x, y, second_best)
+
+    def _is_free(self, box: Box) -> bool:
+        return self._plot.contains(box) and not any(
+            box.overlaps(other) for others in (self._occupied, self._lines) for other in others
+        )
+
+    def _is_clear(self, leader: Segment, box: Box) -> bool:
+        start, _ = leader
+        elsewhere = (other for other in self._occupied if other.nearest(*start) != start)
+        return not any(_crosses(leader, other) for other in elsewhere) and not any(
+            _crosses(other, box) for other in self._leaders
+        )
+
+    def _give(self, x: float, y: float, box: Box) -> Box:
+        self._occupied.append(box)
+        self._leaders.append(((x, y), box.nearest(x, y)))
+        return box
 
 
-def _boxes_around(x: float, y: float, width: float) -> Iterator[Box]:
+def _boxes_around(x: float, y: float, width: float, reach: float) -> Iterator[Box]:
     """Boxes at growing distance: right first, where the eye expects a label, then left, above, below."""
     eighths = (0, 8, 4, 12, 1, 15, 7, 9, 2, 14, 6, 10, 3, 13, 5, 11)
-    for ring in range(40):
-        distance = RADIUS + 4 + 9 * ring
+    for ring in range(math.ceil(reach / RING)):
+        distance = RADIUS + 4 + RING * ring
         for eighth in eighths:
             angle = math.pi * eighth / 8
             anchor_x, anchor_y = x + distance * math.cos(angle), y - distance * math.sin(angle)
@@ -193,14 +221,18 @@ def _boxes_around(x: float, y: float, width: float) -> Iterator[Box]:
             yield Box(left, anchor_y - LABEL_HEIGHT * (1 + math.sin(angle)) / 2, width, LABEL_HEIGHT)
 
 
-def _along(start: tuple[float, float], end: tuple[float, float]) -> list[Box]:
-    """Small boxes along the line from a point to its label, but for its start, where the point lies."""
-    length = math.dist(start, end)
-    steps = int(length // 4)
-    return [
-        Box(start[0] + (end[0] - start[0]) * share - 0.5, start[1] + (end[1] - start[1]) * share - 0.5, 1, 1)
-        for share in (step * 4 / length for step in range(3, steps + 1))
-    ]
+def _crosses(segment: Segment, box: Box) -> bool:
+    """Whether a segment goes through a box: the parts of it between the edges, in x and in y, must meet."""
+    (x, y), (end_x, end_y) = segment
+    enter, leave = 0.0, 1.0
+    for start, step, low, high in ((x, end_x - x, box.left, box.right), (y, end_y - y, box.top, box.bottom)):
+        if step == 0:
+            if not low < start < high:
+                return False
+            continue
+        near, far = sorted(((low - start) / step, (high - start) / step))
+        enter, leave = max(enter, near), min(leave, far)
+    return enter < leave
 
 
 def _line_marks(lines: Sequence[Line], to_y_values: Iterable[float]) -> list[Mark]:

@@ -1,0 +1,49 @@
+import json
+import shlex
+
+import pytest
+
+from gradveil.audit import AuditConfig, default_folder
+from gradveil.errors import ParameterError, UnknownNameError
+
+
+def test_equal_methods_are_one_config():
+    a = AuditConfig(defenses=("top-k:keep=.20",), attacks=("idlg",))
+    b = AuditConfig(defenses=("none", "top-k"), attacks=("idlg:iterations=300",))
+    assert a == b
+    assert a.digest == b.digest
+    assert default_folder(a) == default_folder(b)
+    assert a.digest != AuditConfig(defenses=("top-k:keep=.20",), attacks=("idlg",), seed=1).digest
+
+
+def test_the_config_survives_json():
+    config = AuditConfig(victims=3, defenses=("dual-pruning+error-feedback",))
+    fields = json.loads(json.dumps({**config.to_json(), "torch": "2.0", "platform": "here"}))
+    assert AuditConfig.from_json(fields) == config
+    del fields["seed"]
+    with pytest.raises(ParameterError, match="config.json lacks seed"):
+        AuditConfig.from_json(fields)
+
+
+def test_the_command_says_everything():
+    words = shlex.split(AuditConfig(victims=3, seed=7, defenses=("top-k:keep=0.1",)).command)
+    assert words[:2] == ["gradveil", "audit"]
+    options = list(zip(words[2::2], words[3::2], strict=True))
+    assert ("--victims", "3") in options
+    assert ("--seed", "7") in options
+    assert ("--defense", "top-k:keep=0.1") in options
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"victims": 0}, ParameterError, "audit: victims must be a whole number of at least 1, got 0"),
+        ({"seed": -1}, ParameterError, "audit: seed must be a whole number of at least 0, got -1"),
+        ({"defenses": ("top-j",)}, UnknownNameError, "unknown defense 'top-j'; did you mean top-k"),
+        ({"attacks": ()}, ParameterError, "at least one attack"),
+        ({"defenses": ("top-k", "top-k:keep=0.2")}, ParameterError, "defense top-k:keep=0.2 is given twice"),
+    ],
+)
+def test_bad_configs_are_refused(fields, error, message):
+    with pytest.raises(error, match=message):
+        AuditConfig(**fields)

@@ -1,0 +1,151 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradveil.audit import AuditConfig, run
+from gradveil.errors import OutputError, ParameterError
+
+
+@pytest.fixture
+def data_file(tmp_path, two_blobs) -> Path:
+    """The small data set as a user's npz."""
+    path = tmp_path / "blobs.npz"
+    arrays = {}
+    for name, split in (("train", two_blobs.train), ("test", two_blobs.test)):
+        arrays[f"x_{name}"] = split.images.permute(0, 2, 3, 1).numpy()
+        arrays[f"y_{name}"] = split.labels.numpy().astype(np.uint8)
+    np.savez(path, **arrays)
+    return path
+
+
+def config_for(path: Path, **changes) -> AuditConfig:
+    fields = {
+        "dataset": str(path),
+        "model": "mlp",
+        "defenses": ("none", "gaussian-noise:std=0.1", "top-k:keep=0.1+error-feedback"),
+        "attacks": ("idlg:iterations=8", "inverting-gradients:iterations=8"),
+        "victims": 3,
+        "chunk": 2,
+        "rounds": 4,
+        "clients": 3,
+    }
+    return AuditConfig(**{**fields, **changes})
+
+
+def rows(folder: Path, name: str = "results.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def comparable(all_rows: list[dict]) -> list[dict]:
+    return [{key: value for key, value in row.items() if key != "seconds"} for row in all_rows]
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:LPIPS is left out")
+
+
+def test_an_audit_writes_what_the_contract_says(data_file, tmp_path):
+    folder = tmp_path / "out"
+    steps = []
+    page = run(config_for(data_file), folder, progress=steps.append)
+    assert page == folder / "report.html"
+    assert page.exists()
+    written = rows(folder)
+    assert len(written) == 3 + 3 * 2 * 3  # blind guess, then defenses x attacks x victims
+    contract = (
+        "defense defense_params attack attack_params adaptive dataset model seed victim batch_size mse psnr ssim lpips "
+        "noise_ratio label_correct leaked loss iterations seconds"
+    ).split()
+    assert set(contract) <= written[-1].keys()
+    utility = rows(folder, "utility.jsonl")
+    assert [row["defense_spec"] for row in utility] == list(config_for(data_file).defenses)
+    contract = "accuracy baseline_accuracy pmm loss round_seconds upload_bytes download_bytes".split()
+    assert set(contract) <= utility[0].keys()
+    assert all((folder / row["image"]).exists() for row in written)
+    assert (folder / "images" / "original-v2.png").exists()
+    shares = [step.overall for step in steps]
+    assert shares == sorted(shares)
+    described = json.loads((folder / "config.json").read_text())
+    assert AuditConfig.from_json(described) == config_for(data_file)
+
+
+def test_batches_are_audited_with_one_assignment(data_file, tmp_path):
+    config = config_for(data_file, batch_size=4, defenses=("none",), attacks=("idlg:iterations=3",))
+    run(config, tmp_path / "out")
+    written = rows(tmp_path / "out")
+    assert {row["batch_size"] for row in written} == {4}
+    blind = [row for row in written if row["attack"] == "blind-guess"]
+    assert all(row["label_correct"] == 1 and not row["leaked"] for row in blind)
+
+
+@pytest.mark.slow
+def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
+    """SIGKILL at several moments; every resumed audit ends with the rows of an uninterrupted one, none twice."""
+    config = config_for(data_file)
+    run(config, tmp_path / "whole")
+    expected = comparable(rows(tmp_path / "whole"))
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--out", str(folder), "--resume"]
+    kills = 0
+    for wanted_rows in (1, 6, 12, 17):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            file = folder / "results.jsonl"
+            if file.exists() and file.read_bytes().count(b"\n") >= wanted_rows:
+                os.kill(process.pid, signal.SIGKILL)
+                break
+            time.sleep(0.002)
+        process.wait(timeout=60)
+        kills += process.returncode == -signal.SIGKILL
+    assert kills >= 2
+    with (folder / "results.jsonl").open("ab") as file:
+        file.write(b'{"defense": "no')  # as a kill in the middle of a write leaves it
+    finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr
+    assert comparable(rows(folder)) == expected
+    assert [row["defense_spec"] for row in rows(folder, "utility.jsonl")] == list(config.defenses)
+
+
+def test_an_unfinished_chunk_runs_again_whole_and_adds_only_what_is_missing(data_file, tmp_path):
+    config = config_for(data_file)
+    run(config, tmp_path / "out")
+    path = tmp_path / "out" / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    expected = comparable(rows(tmp_path / "out"))
+    path.write_text("".join(lines[:4] + lines[5:]))  # the second victim of a chunk of two is gone
+    run(config, tmp_path / "out", resume=True)
+    got = comparable(rows(tmp_path / "out"))
+    assert sorted(got, key=json.dumps) == sorted(expected, key=json.dumps)
+
+
+def test_results_are_never_overwritten(data_file, tmp_path):
+    config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
+    run(config, tmp_path / "out")
+    with pytest.raises(OutputError, match="holds an audit already; go on with --resume"):
+        run(config, tmp_path / "out")
+    with pytest.raises(OutputError, match="seed was 0, now 1"):
+        run(
+            config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",), seed=1),
+            tmp_path / "out",
+            resume=True,
+        )
+
+
+def test_more_victims_than_images_are_refused(data_file, tmp_path):
+    with pytest.raises(ParameterError, match="61 victims of 1 images need 61 test images, .* has 60"):
+        run(config_for(data_file, victims=61), tmp_path / "out")
+
+
+def test_missing_lpips_weights_are_said(data_file, tmp_path, monkeypatch):
+    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
+    monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "nothing"))
+    config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
+    with pytest.warns(UserWarning, match="gradveil data get lpips-alex"):
+        run(config, tmp_path / "out")
+    assert {row["lpips"] for row in rows(tmp_path / "out")} == {None}

@@ -1,0 +1,51 @@
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gradveil.audit.store import JsonLines, prepare_folder, write_json
+from gradveil.errors import DataError, OutputError
+
+
+def test_a_torn_line_is_dropped_and_the_rest_kept(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": 2}\n{"a": 3')
+    lines = JsonLines(path)
+    assert lines.rows == [{"a": 1}, {"a": 2}]
+    lines.append([{"a": 3}])
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 2}, {"a": 3}]
+
+
+def test_a_broken_line_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
+    with pytest.raises(DataError, match="line 2 is not JSON"):
+        JsonLines(path)
+
+
+def test_numbers_that_json_does_not_know_are_refused(tmp_path):
+    lines = JsonLines(tmp_path / "rows.jsonl")
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        lines.append([{"a": float("nan")}])
+    assert not lines.path.exists()
+
+
+def test_json_is_written_whole(tmp_path):
+    write_json(tmp_path / "config.json", {"a": 1})
+    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(OutputError, match="expected a folder that can be written to"):
+        prepare_folder(blocked / "inside")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OutputError, match="Permission denied"):
+        prepare_folder(Path(tmp_path))

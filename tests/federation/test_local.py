@@ -1,0 +1,127 @@
+import dataclasses
+
+import pytest
+import torch
+
+import gradveil
+from gradveil import models, wire
+from gradveil.data import Split
+from gradveil.errors import InputError, ParameterError
+from gradveil.federation import Training, train
+from gradveil.federation.local import evaluate, performance_maintenance
+
+QUICK = Training(rounds=6, clients=4, batch_size=16, lr=0.05, evaluate_every=2, seed=3)
+
+
+def task_for(dataset, **parameters) -> gradveil.Task:
+    shape = dataset.train.input_shape
+    return gradveil.Task(models.create("mlp", input_shape=shape, classes=2, **parameters), input_shape=shape, classes=2)
+
+
+def test_it_learns_and_reports(two_blobs):
+    seen = []
+    result = train(
+        task_for(two_blobs),
+        two_blobs,
+        gradveil.defense("none"),
+        dataclasses.replace(QUICK, rounds=30),
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert result.accuracy > 0.95
+    assert result.accuracy == evaluate(result.task, two_blobs.test)[0]
+    assert [number for number, _ in result.history] == list(range(2, 31, 2))
+    assert seen == [(number, 30) for number in range(1, 31)]
+    assert result.round_seconds > 0
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_one_does_not(two_blobs):
+    def final(seed):
+        training = dataclasses.replace(QUICK, seed=seed)
+        result = train(task_for(two_blobs), two_blobs, gradveil.defense("gaussian-noise:std=0.01"), training)
+        return torch.cat([value.flatten() for value in result.task.parameters.values()])
+
+    assert torch.equal(final(1), final(1))
+    assert not torch.equal(final(1), final(2))
+
+
+def test_one_undefended_round_is_a_gradient_step_on_all_the_data(two_blobs):
+    """Four clients that each take all their data make the full gradient."""
+    task = task_for(two_blobs)
+    training = Training(rounds=1, clients=4, batch_size=1000, lr=0.1, momentum=0.0)
+    result = train(task, two_blobs, gradveil.defense("none"), training)
+    from gradveil.federation.local import PUBLIC_SAMPLES
+    from gradveil.randomness import derived_generator
+
+    private = torch.randperm(300, generator=derived_generator(0, "public"))[PUBLIC_SAMPLES:]
+    full = task.gradients(*two_blobs.train.batch(private))
+    for name, value in task.parameters.items():
+        torch.testing.assert_close(result.task.parameters[name], value - 0.1 * full[name], rtol=1e-4, atol=1e-6)
+
+
+def test_bytes_are_those_of_the_encoding(two_blobs):
+    task = task_for(two_blobs, activation="sigmoid")  # ReLU gradients have zeros of their own
+    dense = train(task, two_blobs, gradveil.defense("none"), QUICK)
+    sparse = train(task, two_blobs, gradveil.defense("top-k:keep=0.1"), QUICK)
+    size = len(wire.encode(gradveil.Update(dense.task.parameters)))
+    assert dense.upload_bytes == pytest.approx(size, rel=0.02)
+    assert sparse.upload_bytes < 0.2 * dense.upload_bytes
+    assert sparse.download_bytes > sparse.upload_bytes  # four clients send different places
+
+
+def test_error_feedback_keeps_one_memory_a_client(two_blobs):
+    plain = train(task_for(two_blobs), two_blobs, gradveil.defense("top-k:keep=0.05"), QUICK)
+    fed_back = train(task_for(two_blobs), two_blobs, gradveil.defense("top-k:keep=0.05+error-feedback"), QUICK)
+    name = next(iter(plain.task.parameters))
+    assert not torch.equal(plain.task.parameters[name], fed_back.task.parameters[name])
+
+
+def test_local_steps_and_partial_participation(two_blobs):
+    local = gradveil.LocalSteps(epochs=2, batch_size=8, lr=0.05)
+    training = Training(
+        rounds=10,
+        clients=6,
+        clients_per_round=2,
+        lr=0.05,
+        momentum=0.0,
+        scheme="classes",
+        classes_per_client=1,
+        local=local,
+    )
+    assert train(task_for(two_blobs), two_blobs, gradveil.defense("none"), training).accuracy > 0.9
+
+
+def test_batch_norm_statistics_are_trained_along(two_blobs):
+    shape = two_blobs.train.input_shape
+    model = models.create("convnet", input_shape=shape, classes=2)
+    task = gradveil.Task(model, input_shape=shape, classes=2)
+    result = train(task, two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=2, batch_size=4))
+    name = next(name for name in task.buffers if name.endswith("running_mean"))
+    assert not torch.equal(result.task.buffers[name], task.buffers[name])
+    assert torch.equal(task.buffers[name], torch.zeros_like(task.buffers[name]))
+
+
+def test_a_diverging_training_says_so(two_blobs):
+    with pytest.raises(InputError, match="gradients must be finite, .* lower the learning rate"):
+        train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=30, lr=1e30))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rounds": 0}, "train: rounds must be a whole number of at least 1, got 0"),
+        ({"clients_per_round": 5}, "train: clients_per_round must be a whole number from 1 to 4, got 5"),
+        ({"lr": -1.0}, "train: lr must be a number above 0, got -1.0"),
+        ({"momentum": 1.0}, "train: momentum must be a number of at least 0 and below 1, got 1.0"),
+    ],
+)
+def test_bad_trainings_are_refused(changes, message):
+    with pytest.raises(ParameterError, match=message):
+        dataclasses.replace(QUICK, **changes)
+
+
+def test_no_ratio_from_a_model_near_chance():
+    ten_classes = Split(torch.zeros(100, 1, 1, 1, dtype=torch.uint8), torch.arange(100) % 10)
+    assert performance_maintenance(0.3, 0.32, ten_classes) is None
+    assert performance_maintenance(0.4, 0.8, ten_classes) == pytest.approx(0.5)
+    lopsided = Split(torch.zeros(100, 1, 1, 1, dtype=torch.uint8), (torch.arange(100) < 80).long())
+    assert performance_maintenance(0.8, 0.84, lopsided) is None  # always saying 1 would be right in 80 %

@@ -1,0 +1,157 @@
+"""The command line as a user meets it: results, errors in words, exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+
+import numpy as np
+import pytest
+
+import gradveil
+from gradveil import data, models
+from gradveil.cli import main
+
+QUICK_AUDIT = (
+    "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"
+).split()
+
+
+@pytest.fixture
+def gradveil_command(monkeypatch, capsys):
+    """Run the command line in this process; returns exit code, stdout and stderr."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets its own
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, words)])
+        try:
+            main()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code
+        captured = capsys.readouterr()
+        return code, captured.out, " ".join(captured.err.split())
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
+    code, out, _ = gradveil_command(*QUICK_AUDIT, "--out", tmp_path / "out")
+    assert code == 0
+    assert out.strip().endswith(str(tmp_path / "out" / "report.html"))
+    assert (tmp_path / "out" / "report.html").exists()
+    # The audit goes on by its folder alone, and says the same as JSON.
+    code, out, _ = gradveil_command("audit", "--resume", "--out", tmp_path / "out", "--json")
+    assert code == 0
+    assert json.loads(out)["report"] == str(tmp_path / "out" / "report.html")
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert gradveil_command(*QUICK_AUDIT, "--resume")[0] == 0
+    assert gradveil_command(*QUICK_AUDIT, "--resume")[0] == 0
+    assert gradveil_command(*QUICK_AUDIT, "--resume", "--seed", 1)[0] == 0
+    assert len(list((tmp_path / "audits").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["audit", "--defense", "dual-prunning"], "unknown defense 'dual-prunning'; did you mean dual-pruning"),
+        (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean idlg"),
+        (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
+        (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
+        (["audit", "--defense", "top-k:keep=2"], "top-k: keep must be a number above 0 and at most 1, got 2"),
+        (["audit", "--defense", "top-k:keep=much"], "got 'much' (str)"),
+        (["audit", "--defense", "dual-pruning:k1=0.4,k2=0.75"], "k1 + k2 must be below 1, got 0.4 + 0.75 = 1.15"),
+        (["audit", "--victims", "0"], "audit: victims must be a whole number of at least 1, got 0"),
+        (["audit", "--victims", "100000", "--out", "OUT"], "ask for fewer victims"),
+        (["audit", "--dataset", "OUT/broken.npz", "--out", "OUT"], "broken.npz"),
+        (["audit", "--model", "vgg11", "--dataset", "OUT/small.npz", "--out", "OUT"], "images must be at least"),
+        (["audit", "--out", "OUT/broken.npz/inside"], "expected a folder that can be written to"),
+        (["train", "--defense", "nothing"], "unknown defense 'nothing'"),
+        (["train", "--rounds", "0"], "train: rounds must be a whole number of at least 1, got 0"),
+        (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),
+        (["train", "--partition", "sorted"], "sorted"),
+        (["list", "colours"], "expected one of defenses, attacks, datasets, models, got 'colours'"),
+        (["data", "get", "minst"], "did you mean mnist"),
+        (["audit", "--victims", "many"], "Invalid value for '--victims'"),
+        (["audit", "--colour"], "colour"),
+    ],
+)
+def test_errors_are_said_in_words(gradveil_command, tmp_path, words, message):
+    (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 cut short")
+    small = np.zeros((120, 12, 12, 1), dtype=np.uint8)
+    np.savez(tmp_path / "small.npz", x_train=small, y_train=np.arange(120) % 2, x_test=small, y_test=np.arange(120) % 2)
+    code, _, err = gradveil_command(*(word.replace("OUT", str(tmp_path)) for word in words))
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_train_prints_a_table_or_json(gradveil_command):
+    words = "train --model mlp --rounds 3 --clients 4 --batch-size 8 --defense top-k:keep=0.1+error-feedback".split()
+    code, out, _ = gradveil_command(*words)
+    assert code == 0
+    assert "accuracy" in out
+    code, out, _ = gradveil_command(
+        *words, "--json", "--partition", "classes:classes_per_client=2", "--local-epochs", "1"
+    )
+    assert code == 0
+    assert 0 <= json.loads(out)["accuracy"] <= 1
+    assert json.loads(out)["defense"] == "top-k:keep=0.1+error-feedback"
+
+
+def test_list_has_a_line_for_everything(gradveil_command):
+    code, out, _ = gradveil_command("list", "--json")
+    assert code == 0
+    listed = json.loads(out)
+    names = {kind: [row["name"] for row in rows] for kind, rows in listed.items()}
+    assert names["defenses"] == gradveil.defenses()
+    assert names["attacks"] == gradveil.attacks()
+    assert names["models"] == models.names()
+    assert set(data.names()) <= set(names["datasets"])
+    assert all(row["summary"] and row["source"] for rows in listed.values() for row in rows)
+    code, out, _ = gradveil_command("list", "defenses")
+    assert "k1=0.05, k2=0.75" in out
+
+
+def test_data_list_says_what_is_here(gradveil_command):
+    code, out, _ = gradveil_command("data", "list", "--json")
+    assert code == 0
+    mnist = next(row for row in json.loads(out) if row["name"] == "mnist")
+    assert mnist["found"]
+
+
+def test_no_words_at_all_show_the_help(gradveil_command):
+    _, out, err = gradveil_command()
+    assert "audit" in out + err
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
+    folder = tmp_path / "out"
+    words = "audit --model mlp --defense top-k --attack idlg:iterations=20 --victims 2 --rounds 100000".split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gradveil", *words, "--out", str(folder)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "COLUMNS": "200"},
+    )
+    deadline = time.monotonic() + 120
+    results = folder / "results.jsonl"
+    while not (results.exists() and results.read_bytes().count(b"\n") >= 6) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"gradveil audit --resume --out {folder}" in " ".join(err.split())
+    assert "Traceback" not in err
+    assert results.read_bytes().count(b"\n") == 6

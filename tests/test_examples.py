@@ -1,0 +1,29 @@
+"""The examples run and show what they say."""
+
+import runpy
+from pathlib import Path
+
+import torch
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def test_a_defended_training_loop_learns(capsys):
+    runpy.run_path(str(EXAMPLES / "own_training_loop.py"))
+    assert int(capsys.readouterr().out.rstrip().removesuffix("%").rsplit(" ", 1)[1]) >= 95
+
+
+def test_ones_own_model_leaks_without_a_defense(capsys):
+    threads = torch.get_num_threads()
+    runpy.run_path(str(EXAMPLES / "attack_your_own_model.py"))
+    torch.set_num_threads(threads)
+    psnr = {
+        line.split()[0]: float(line.split("PSNR")[1].split("dB")[0]) for line in capsys.readouterr().out.splitlines()
+    }
+    assert psnr["none"] > 25
+    assert psnr["gaussian-noise:std=0.1"] < 15
+    assert psnr["dual-pruning"] < 12
+
+
+def test_every_example_is_tested_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_training_loop.py", "attack_your_own_model.py"}
