@@ -16,7 +16,7 @@ def test_one_full_batch_step_is_the_gradient(tiny_task, tiny_batch):
     assert update.meta.samples == 3
 
 
-def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch, generator):
+def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     local = LocalSteps(epochs=2, batch_size=2, lr=0.3)
     order = torch.Generator().manual_seed(0)

@@ -1,3 +1,5 @@
+import contextlib
+
 import pytest
 import torch
 from hypothesis import given
@@ -55,7 +57,5 @@ def test_no_truncation_or_flipped_header_escapes_as_another_error(data):
         wire.decode(bytes(message[:cut]))
     place = data.draw(st.integers(0, len(message) - 1))
     message[place] ^= data.draw(st.integers(1, 255))
-    try:
-        wire.decode(bytes(message))
-    except DataError as error:
-        assert "wire:" in str(error)
+    with contextlib.suppress(DataError):  # a flipped value is still an update; anything else must be this error
+        assert isinstance(wire.decode(bytes(message)), Update)

@@ -151,8 +151,8 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, update, gradveil.ThreatModel(local=gradveil.LocalSteps()))
     with pytest.raises(ParameterError, match="known_labels must be given exactly when labels='known'"):
         gradveil.ThreatModel(labels="known")
+    threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[1]]))
     with pytest.raises(InputError, match=r"known_labels must have shape \[1, 3\]"):
-        threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[1]]))
         attack.reconstruct(tiny_task, update, threat)
 
 

@@ -1,4 +1,5 @@
 import math
+from itertools import pairwise
 
 import pytest
 import scipy.optimize
@@ -115,5 +116,5 @@ def test_the_step_size_falls_at_the_milestones():
             return objective(candidates, who)
 
     adam(Watch(), torch.zeros(1, 1), iterations=8, lr=1.0, signed=True)  # type: ignore[arg-type]
-    steps = [round(a - b, 6) for a, b in zip(moves, moves[1:], strict=False)]
+    steps = [round(a - b, 6) for a, b in pairwise(moves)]
     assert steps == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001], rel=1e-4)

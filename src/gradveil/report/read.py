@@ -176,12 +176,12 @@ class _Fields:
             raise self._wrong(key, "a number")
         return value
 
-    def optional_number(self, key: str) -> float | None:
+    def optional_number(self, key: str, *, finite: bool = True) -> float | None:
         value = self.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(key, "a finite number")
+        if not isinstance(value, int | float) or (finite and not math.isfinite(value)):
+            raise self._wrong(key, "a finite number" if finite else "a number")
         return float(value)
 
     def count(self, key: str) -> int:
@@ -306,7 +306,7 @@ def _utility(fields: _Fields, defenses: _Labels) -> Utility:
         accuracy=fields.number("accuracy"),
         baseline_accuracy=fields.optional_number("baseline_accuracy"),
         pmm=fields.optional_number("pmm"),
-        loss=fields.optional_number("loss"),
+        loss=fields.optional_number("loss", finite=False),  # a training may diverge
         round_seconds=fields.optional_number("round_seconds"),
         upload_bytes=fields.optional_number("upload_bytes"),
         download_bytes=fields.optional_number("download_bytes"),
