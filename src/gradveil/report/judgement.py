@@ -7,14 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.read import UNDEFENDED, Audit
 from gradveil.report.scores import Score, score
 from gradveil.report.text import join, percent, plural
-
-# The rule behind `leaked`, which the audit applies and the report only explains.
-PSNR_LEAK = 15.0
-SSIM_LEAK = 0.5
-BLIND_MARGIN = 2.0
 
 FEW_VICTIMS = 8  # below this, k of n is an anecdote: 0 of 7 still allows a true rate of one in three
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
@@ -284,12 +280,12 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
     if not audit.blind:
         yield "The blind-guess rows are missing: what anyone could guess without a gradient is unknown here."
         return
-    reaching = [row for row in audit.blind if row.psnr >= PSNR_LEAK or row.ssim >= SSIM_LEAK]
+    reaching = [row for row in audit.blind if row.psnr >= LEAK_PSNR or row.ssim >= LEAK_SSIM]
     if reaching:
         yield (
             "The blind guess alone, the public mean image of the class, reaches the threshold for "
             f"{len(reaching)} of {_victims(audit, len(audit.blind))} (median {score(audit.blind).psnr:.1f} "
-            f"dB): these images look alike. A leak counts only {BLIND_MARGIN:g} dB above that guess."
+            f"dB): these images look alike. A leak counts only {LEAK_MARGIN:g} dB above that guess."
         )
 
 

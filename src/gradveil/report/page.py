@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
@@ -10,12 +10,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradveil.errors import DataError
+from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.gallery import figures, victim_names
-from gradveil.report.judgement import BLIND_MARGIN, PSNR_LEAK, SSIM_LEAK, judge
+from gradveil.report.judgement import judge
 from gradveil.report.picture import overview
 from gradveil.report.read import UNDEFENDED, Audit, read
 from gradveil.report.scatter import Line, Point, layout
-from gradveil.report.scores import score, strongest_psnr
+from gradveil.report.scores import score, strongest
 from gradveil.report.tables import Table, attack_table, utility_table
 from gradveil.report.text import percent
 
@@ -52,7 +53,7 @@ def summary(folder: Path) -> Table:
 def render(audit: Audit) -> str:
     """The page as text."""
     points, not_shown = _points(audit)
-    lines = [Line(f"{PSNR_LEAK:g} dB threshold", PSNR_LEAK)]
+    lines = [Line(f"{LEAK_PSNR:g} dB threshold", LEAK_PSNR)]
     if audit.blind:
         lines.append(Line("blind guess", score(audit.blind).psnr))
     shown = figures(audit)
@@ -75,8 +76,7 @@ def render(audit: Audit) -> str:
             else {},
             not_shown=not_shown,
             facts=_facts(audit),
-            methods=_methods(audit),
-            rule={"psnr": PSNR_LEAK, "ssim": SSIM_LEAK, "margin": BLIND_MARGIN},
+            rule={"psnr": LEAK_PSNR, "ssim": LEAK_SSIM, "margin": LEAK_MARGIN},
         )
     )
 
@@ -119,14 +119,16 @@ def _points(audit: Audit) -> tuple[list[Point], list[str]]:
     """The defenses that have both a cost and an attack, and the names of those that do not."""
     points, not_shown = [], []
     for defense in audit.defenses:
-        psnr, utility = strongest_psnr(audit, defense), audit.utility.get(defense)
-        if psnr is None or utility is None:
+        found, utility = strongest(audit, defense), audit.utility.get(defense)
+        if found is None or utility is None:
             not_shown.append(defense)
             continue
+        attack, psnr = found[0], found[1].psnr
         leaked = any(row.leaked for row in audit.attempts if row.defense == defense)
         kept = "" if utility.pmm is None or defense == UNDEFENDED else f", {percent(utility.pmm)} of the undefended"
         detail = (
-            f"strongest attack: median {psnr:.1f} dB, {'something leaked' if leaked else 'nothing leaked'}; "
+            f"strongest attack: {audit.short(attack)}, median {psnr:.1f} dB, "
+            f"{'something leaked' if leaked else 'nothing leaked'}; "
             f"accuracy {percent(utility.accuracy)}{kept}"
         )
         points.append(Point(defense, utility.accuracy, psnr, leaked, detail))
@@ -139,14 +141,6 @@ def _facts(audit: Audit) -> list[tuple[str, str]]:
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in elsewhere]
 
 
-def _methods(audit: Audit) -> list[tuple[str, str, str]]:
-    """Kind, label and all parameters of every defense and attack."""
-    kinds = [("defense", audit.defenses), ("attack", audit.methods)]
-    return [
-        (kind, label, _words(audit.parameters[label]) or "no parameters") for kind, labels in kinds for label in labels
-    ]
-
-
 def _words(value: object) -> str:
     """A JSON value as a reader wants it."""
     if value is None:
@@ -155,8 +149,6 @@ def _words(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} = {_words(item)}" for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_words(item) for item in value)
     return str(value)

@@ -8,7 +8,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from gradveil.report.images import load, original
 from gradveil.report.read import Attempt, Audit, title
-from gradveil.report.scores import score, strongest_attack
+from gradveil.report.scores import strongest
 
 # In pixels; the sheet is drawn at twice the size it is meant to be seen at, to be sharp on dense screens.
 WIDTH = 1800
@@ -63,24 +63,23 @@ def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MOST_VICTIMS))
     originals = [load(audit.folder, original(victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
-    attack = strongest_attack(audit)
-    if attack is not None:
-        rows += [_defense_row(audit, defense, audit.of(defense, attack), victims) for defense in audit.defenses]
-    return rows
+    return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
 
-def _defense_row(audit: Audit, defense: str, attempts: Sequence[Attempt], victims: Sequence[int]) -> _Row:
+def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
     name, _, parameters = title(defense).partition(":")
     label = [(name, NAME, INK)]
     if parameters:
         label.append((parameters.replace(",", ", "), PARAMETERS, QUIET))
-    if attempts:
-        result = score(attempts)
+    found: dict[int, Attempt] = {}
+    if best := strongest(audit, defense):
+        attack, result = best
+        found = {attempt.victim: attempt for attempt in audit.of(defense, attack)}
+        label.append((audit.short(attack), PARAMETERS, QUIET))
         note = f"median {result.psnr:.1f} dB, leaked {result.leaked}/{result.victims}"
         label.append((note, NOTE, LEAK if result.leaked else SAFE))
     else:
         label.append(("not attacked yet", NOTE, QUIET))
-    found = {attempt.victim: attempt for attempt in attempts}
     names = [found[victim].image if victim in found else None for victim in victims]
     return _Row(
         label,
@@ -90,8 +89,7 @@ def _defense_row(audit: Audit, defense: str, attempts: Sequence[Attempt], victim
 
 
 def _heading(audit: Audit) -> str:
-    attack = strongest_attack(audit)
-    what = f"What {audit.short(attack)} recovers" if attack else "No attack has finished yet"
+    what = "What the strongest attack recovers" if audit.attempts else "No attack has finished yet"
     where = [str(audit.config[key]) for key in ("dataset", "model") if key in audit.config]
     return f"{what} ({', '.join(where)})" if where else what
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil.errors import DataError, ParameterError
-from gradveil.registry import format_spec, parse_spec
+from gradveil.errors import DataError
 
 BLIND_GUESS = "blind-guess"
 UNDEFENDED = "none"
@@ -18,8 +17,8 @@ UNDEFENDED = "none"
 class Attempt:
     """One row of results.jsonl: one attack on one victim under one defense.
 
-    `defense` and `attack` are labels, equal for equal methods; `method` is the attack's label without the
-    word that marks an adaptive attacker. The blind guess has no defense.
+    `defense` and `attack` are the methods' full specs, as the config lists them; `method` is the attack's spec
+    without the word that marks an adaptive attacker. The blind guess has no defense.
     """
 
     defense: str | None
@@ -57,8 +56,8 @@ class Audit:
     """All that an audit left on disk, finished or not.
 
     Defenses and attacks are labels, in the order in which they were asked for; `methods` are the attacks
-    without their adaptive variants, of which only the rows tell. `parameters` holds all parameters of a
-    label, the defaulted ones too. `torn` names the files whose last line was cut short.
+    without their adaptive variants, of which only the rows tell. `torn` names the files whose last line was
+    cut short.
     """
 
     folder: Path
@@ -66,7 +65,6 @@ class Audit:
     defenses: tuple[str, ...]
     attacks: tuple[str, ...]
     methods: tuple[str, ...]
-    parameters: Mapping[str, Mapping[str, Any]]
     victims: int
     batch_size: int
     attempts: tuple[Attempt, ...]
@@ -130,12 +128,9 @@ def read(folder: Path) -> Audit:
     """
     folder = Path(folder)
     config = _read_config(folder / "config.json")
-    defenses = _Labels(config, "defenses")
-    attacks = _Labels(config, "attacks")
-
     torn: list[str] = []
-    rows = [_attempt(fields, defenses, attacks) for fields in _read_lines(folder / "results.jsonl", torn)]
-    utility = [_utility(fields, defenses) for fields in _read_lines(folder / "utility.jsonl", torn)]
+    rows = [_attempt(fields) for fields in _read_lines(folder / "results.jsonl", torn)]
+    utility = [_utility(fields) for fields in _read_lines(folder / "utility.jsonl", torn)]
     _refuse_repeats("results.jsonl", [(row.defense, row.attack, row.victim) for row in rows])
     _refuse_repeats("utility.jsonl", [(row.defense,) for row in utility])
 
@@ -143,10 +138,9 @@ def read(folder: Path) -> Audit:
     return Audit(
         folder=folder,
         config=config.values,
-        defenses=tuple(defenses.parameters),
-        attacks=tuple(_variants(attacks.parameters, attempts)),
-        methods=tuple(attacks.parameters),
-        parameters={**attacks.parameters, **defenses.parameters},
+        defenses=tuple(config.texts("defenses")),
+        attacks=tuple(_variants(config.texts("attacks"), attempts)),
+        methods=tuple(config.texts("attacks")),
         victims=config.count("victims"),
         batch_size=config.count("batch_size"),
         attempts=attempts,
@@ -223,14 +217,6 @@ class _Fields:
             raise self._wrong(key, "a list of numbers")
         return tuple(float(item) for item in value)
 
-    def parameters(self, key: str) -> dict[str, Any]:
-        value = self.values.get(key)
-        if value is None:
-            return {}
-        if not isinstance(value, dict):
-            raise self._wrong(key, "an object of parameters")
-        return value
-
     def _wrong(self, key: str, expected: str) -> DataError:
         got = _short(self.values[key]) if key in self.values else "nothing"
         return DataError(f"{self.where}: {key!r} must be {expected}, got {got}; {_REMEDY}")
@@ -239,52 +225,12 @@ class _Fields:
 _REMEDY = "mend or remove it, or run the audit again into another folder"
 
 
-class _Labels:
-    """One label for each method, whatever way it is written.
-
-    A row spells out every parameter, the config only those that were asked for: a row belongs to the entry of
-    its name whose parameters it agrees with, to the one with the most of them if there are several, and bears
-    that entry's text. A method that was never asked for gets the text of its own parameters.
-    """
-
-    def __init__(self, config: _Fields, key: str) -> None:
-        self._asked: list[tuple[str, str, dict[str, Any]]] = []
-        self.parameters: dict[str, Mapping[str, Any]] = {}
-        for text in config.texts(key):
-            try:
-                name, parameters = parse_spec(text)
-            except ParameterError as error:
-                raise DataError(f"{config.where}: {key!r}: {error}; {_REMEDY}") from error
-            label = format_spec(name, parameters)
-            self._asked.append((label, name, parameters))
-            self.parameters[label] = parameters
-
-    def label(self, name: str, parameters: Mapping[str, Any]) -> str:
-        """The label of the method, which is filed if it is new."""
-        fitting = [
-            (len(asked), label)
-            for label, asked_name, asked in self._asked
-            if asked_name == name and all(_agree(parameters, key, value) for key, value in asked.items())
-        ]
-        label = max(fitting)[1] if fitting else format_spec(name, dict(parameters))
-        self.parameters[label] = parameters
-        return label
-
-
-def _agree(parameters: Mapping[str, Any], key: str, asked: object) -> bool:
-    """Whether a row has the value that was asked for; by text too, since a spec writes null as the word."""
-    return key in parameters and (
-        parameters[key] == asked or format_spec("", {key: parameters[key]}) == format_spec("", {key: asked})
-    )
-
-
-def _attempt(fields: _Fields, defenses: _Labels, attacks: _Labels) -> Attempt:
-    name = fields.text("attack")
-    blind = name == BLIND_GUESS
+def _attempt(fields: _Fields) -> Attempt:
+    method = fields.text("attack_spec")
+    blind = method == BLIND_GUESS
     adaptive = not blind and fields.flag("adaptive")
-    method = name if blind else attacks.label(name, fields.parameters("attack_params"))
     return Attempt(
-        defense=None if blind else defenses.label(fields.text("defense"), fields.parameters("defense_params")),
+        defense=None if blind else fields.text("defense_spec"),
         attack=_adaptive(method) if adaptive else method,
         method=method,
         adaptive=adaptive,
@@ -300,9 +246,9 @@ def _attempt(fields: _Fields, defenses: _Labels, attacks: _Labels) -> Attempt:
     )
 
 
-def _utility(fields: _Fields, defenses: _Labels) -> Utility:
+def _utility(fields: _Fields) -> Utility:
     return Utility(
-        defense=defenses.label(fields.text("defense"), fields.parameters("defense_params")),
+        defense=fields.text("defense_spec"),
         accuracy=fields.number("accuracy"),
         baseline_accuracy=fields.optional_number("baseline_accuracy"),
         pmm=fields.optional_number("pmm"),

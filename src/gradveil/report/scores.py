@@ -53,17 +53,10 @@ def scores(audit: Audit) -> dict[tuple[str, str], Score]:
     return {pair: score(rows) for pair in pairs if (rows := audit.of(*pair))}
 
 
-def strongest_psnr(audit: Audit, defense: str) -> float | None:
-    """The highest median PSNR that any attack reaches under `defense`."""
-    return max((score(rows).psnr for attack in audit.attacks if (rows := audit.of(defense, attack))), default=None)
-
-
-def strongest_attack(audit: Audit) -> str | None:
-    """The attack with the best median PSNR undefended; over all defenses if nothing ran undefended."""
-    undefended = {attack: rows for attack in audit.attacks if (rows := audit.without_defense(attack))}
-    anywhere = {row.attack: [other for other in audit.attempts if other.attack == row.attack] for row in audit.attempts}
-    candidates = undefended or anywhere
-    return max(candidates, key=lambda attack: score(candidates[attack]).psnr, default=None)
+def strongest(audit: Audit, defense: str) -> tuple[str, Score] | None:
+    """The attack with the highest median PSNR under `defense`, and its score; None if none has rows."""
+    ran = [(attack, score(rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
+    return max(ran, key=lambda pair: pair[1].psnr, default=None)
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

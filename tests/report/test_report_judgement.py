@@ -1,0 +1,242 @@
+"""The words of the verdict, case by case."""
+
+import pytest
+
+from gradveil import report
+from gradveil.report.judgement import Outcome, judge, outcome
+from gradveil.report.read import read
+
+NONE = ("none", {}, 0.0)
+NOISE = ("gaussian-noise", {"std": 0.1}, 0.9)
+TOP_K = ("top-k", {"keep": 0.2}, 0.05)
+IDLG = ("idlg", {"iterations": 100}, 0.02)
+
+
+def set_leaks(rows, count):
+    """Say of the first `count` rows that they leaked, of the others that they did not."""
+    for index, row in enumerate(rows):
+        row["leaked"] = index < count
+
+
+def caveats(made):
+    return " ".join(judge(read(made.write())).caveats)
+
+
+def headline(made):
+    return [sentence.text for sentence in judge(read(made.write())).headline]
+
+
+def test_a_leak_and_a_defense_that_stops_it(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    made.utility[1]["pmm"] = 0.934
+    first, second = headline(made)
+    assert first.startswith("Without a defense, `idlg` recovers 4 of 4 images (median 36.")
+    assert "and `inverting-gradients` 4 of 4 (median 24." in first
+    assert second == "`gaussian-noise:std=0.1` stops both attacks; it keeps 93 % of the accuracy."
+
+
+@pytest.mark.parametrize(
+    ("pmm", "words"),
+    [
+        (0.42, "; it keeps only 42 % of the accuracy."),
+        (1.01, "; it costs no accuracy."),
+        (None, "; the model trained with it reaches 11 % accuracy."),
+    ],
+)
+def test_what_a_defense_costs_is_said(make_audit, pmm, words):
+    made = make_audit(defenses=[NONE, NOISE], attacks=[IDLG])
+    made.utility[1].update(pmm=pmm, accuracy=0.11)
+    assert headline(made)[1] == f"`gaussian-noise:std=0.1` stops the attack{words}"
+
+
+def test_a_cost_that_was_not_measured_is_said(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    made.utility.pop()
+    assert headline(made)[1].endswith("stops both attacks; its cost in accuracy was not measured.")
+    assert "the cost in accuracy of `gaussian-noise:std=0.1` is missing" in caveats(made)
+
+
+def test_a_defense_that_does_not_help(make_audit):
+    made = make_audit(defenses=[NONE, TOP_K])
+    assert headline(made)[1] == (
+        "`top-k:keep=0.2` does not help: as large a share of the images is recovered as without a defense."
+    )
+
+
+def test_a_defense_that_only_weakens(make_audit):
+    made = make_audit(defenses=[NONE, TOP_K])
+    set_leaks(made.rows("top-k", "idlg"), 1)
+    set_leaks(made.rows("top-k", "inverting-gradients"), 3)
+    audit = read(made.write())
+    assert outcome(audit, "top-k:keep=0.2") is Outcome.WEAKENS
+    assert headline(made)[1] == ("`top-k:keep=0.2` is not enough: `inverting-gradients` still recovers 3 of 4 images.")
+
+
+def test_batches_are_called_batches(make_audit):
+    made = make_audit(defenses=[NONE, TOP_K])
+    made.config["batch_size"] = 8
+    first, second = headline(made)
+    assert "`idlg` recovers 4 of 4 batches of 8 images" in first
+    assert "share of the batches" in second
+
+
+def test_without_a_working_attack_nothing_follows(make_audit):
+    made = make_audit()
+    set_leaks(made.rows(), 0)
+    verdict = judge(read(made.write()))
+    assert len(verdict.headline) == 1
+    assert verdict.headline[0].outcome is Outcome.UNKNOWN
+    assert "`idlg` recovers none of 4 images" in verdict.headline[0].text
+    assert "nothing about the defenses follows from this audit" in " ".join(verdict.caveats)
+    assert "stops" not in " ".join(verdict.lines())
+
+
+def test_an_attack_that_fails_undefended_proves_nothing(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    set_leaks(made.rows(attack="inverting-gradients"), 0)
+    assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops `idlg`;")
+    assert "`inverting-gradients` recovers nothing even without a defense" in caveats(made)
+
+
+def test_a_weak_attack_is_called_weak(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    set_leaks(made.rows("none", "inverting-gradients"), 1)
+    assert "`inverting-gradients` is weak here: undefended it recovers only 1 of 4" in caveats(made)
+
+
+def test_an_attack_that_does_better_under_a_defense_is_suspect(make_audit):
+    made = make_audit(defenses=[NONE, TOP_K])
+    set_leaks(made.rows("none", "idlg"), 2)
+    assert "`idlg` recovers more under `top-k:keep=0.2` than undefended" in caveats(made)
+
+
+def test_a_leak_by_an_attack_that_fails_undefended_still_counts(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    set_leaks(made.rows("none", "inverting-gradients"), 0)
+    set_leaks(made.rows("gaussian-noise", "inverting-gradients"), 1)
+    assert outcome(read(made.write()), "gaussian-noise:std=0.1") is Outcome.WEAKENS
+
+
+def test_without_an_undefended_run_nothing_follows(make_audit):
+    made = make_audit(defenses=[NOISE])
+    assert headline(made) == ["Nothing was attacked without a defense (`none`)."]
+    assert "nothing about the defenses follows: add `--defense none`" in caveats(made)
+
+
+def test_no_defense_but_none_is_a_report_too(make_audit):
+    made = make_audit(defenses=[NONE])
+    assert len(headline(made)) == 1
+    assert "adapted" not in caveats(made)
+
+
+def test_an_unfinished_defense_is_not_judged(make_audit):
+    made = make_audit(defenses=[NONE, NOISE, TOP_K])
+    for row in made.rows("gaussian-noise", "idlg")[1:]:
+        made.results.remove(row)
+    assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: attacks are missing."
+    words = caveats(made)
+    assert "not complete: 3 of 24 attack runs are missing" in words
+    assert "`gradveil audit --dataset mnist --victims 4 --out audit --resume` runs what is missing" in words
+
+
+def test_a_leak_found_in_an_unfinished_defense_is_a_leak(make_audit):
+    made = make_audit(defenses=[NONE, TOP_K])
+    made.results.remove(made.rows("top-k", "idlg")[0])
+    assert outcome(read(made.write()), "top-k:keep=0.2") is Outcome.FAILS
+
+
+def test_nothing_finished_yet(make_audit):
+    made = make_audit()
+    made.results.clear()
+    made.utility.clear()
+    assert headline(made) == ["No attack has finished yet."]
+    assert "48 of 48 attack runs" in caveats(made)
+
+
+def test_undefended_not_finished_yet(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    for row in made.rows("none"):
+        made.results.remove(row)
+    assert headline(made) == ["The attacks without a defense have not finished yet."]
+    assert "nothing about the defenses follows" in caveats(made)
+
+
+def test_few_victims_are_anecdotal(make_audit):
+    assert "Only 4 victims per attack: the counts are anecdotal" in caveats(make_audit(victims=4))
+    assert "anecdotal" not in caveats(make_audit(victims=8))
+
+
+def test_a_blind_guess_that_reaches_the_threshold_is_said(make_audit):
+    made = make_audit()
+    blind = [row for row in made.results if row["attack"] == "blind-guess"]
+    for row in blind:
+        row.update(psnr=9.0, ssim=0.1)
+    assert "blind guess alone" not in caveats(made)
+    blind[0]["ssim"] = 0.6
+    blind[1]["psnr"] = 15.0
+    assert "reaches the threshold for 2 of 4 images" in caveats(made)
+
+
+def test_missing_blind_guesses_are_said(make_audit):
+    made = make_audit()
+    made.results = made.rows()
+    assert "blind-guess rows are missing" in caveats(made)
+
+
+def test_a_model_near_chance_is_said(make_audit):
+    made = make_audit()
+    for row in made.utility:
+        row.update(pmm=None, baseline_accuracy=0.12)
+    assert "The undefended model is near chance (12 % accuracy)" in caveats(made)
+
+
+def test_missing_lpips_names_the_command(make_audit):
+    made = make_audit()
+    assert "LPIPS" not in caveats(made)
+    for row in made.results:
+        row["lpips"] = None
+    assert "LPIPS is missing in 48 of 48 rows" in caveats(made)
+    assert "`gradveil data get lpips-alex`" in caveats(made)
+
+
+def test_attackers_that_were_not_adapted_are_said_only_where_a_defense_stops_them(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    assert "No attacker was adapted" in caveats(made)
+    for row in made.rows("gaussian-noise"):
+        row["adaptive"] = True
+    assert "No attacker was adapted" not in caveats(made)
+    assert "No attacker was adapted" not in caveats(make_audit(defenses=[NONE, TOP_K]))
+
+
+def test_a_torn_file_is_said(make_audit):
+    folder = make_audit().write()
+    with (folder / "utility.jsonl").open("a") as file:
+        file.write('{"defen')
+    assert "The last line of `utility.jsonl` was cut short and is not counted." in judge(read(folder)).caveats
+
+
+def test_many_defenses_fit_into_a_few_sentences(make_audit, many_defenses):
+    made = make_audit(defenses=many_defenses, victims=10)
+    sentences = headline(made)
+    assert len(sentences) <= 6
+    assert any("of the defenses stop both attacks; of these `" in sentence for sentence in sentences)
+
+
+def test_four_defenses_that_stop_are_all_named_with_the_best_and_the_least(make_audit):
+    made = make_audit(defenses=[NONE, *(("gaussian-noise", {"std": std}, 0.9) for std in (1, 2, 3, 4))])
+    for row, pmm in zip(made.utility, (1, 0.5, 0.7, 0.9, 0.8), strict=True):
+        row["pmm"] = pmm
+    (sentence,) = headline(made)[1:]
+    assert all(f"`gaussian-noise:std={std}`" in sentence for std in (1, 2, 3, 4))
+    assert "`gaussian-noise:std=3` keeps the most accuracy (90 %" in sentence
+    assert "`gaussian-noise:std=1` the least (50 %)" in sentence
+
+
+def test_the_terminal_gets_the_same_sentences_without_marks(make_audit):
+    folder = make_audit().write()
+    verdict = judge(read(folder))
+    lines = report.verdict(folder)
+    assert len(lines) == len(verdict.headline) + len(verdict.caveats)
+    assert lines[0] == verdict.headline[0].text.replace("`", "")
+    assert lines[-1].startswith("Note: ")
+    assert "`" not in "".join(lines)

@@ -1,0 +1,263 @@
+"""The page as a browser gets it: nothing from outside, nothing unescaped, everything in its place."""
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import pytest
+
+from gradveil import report
+from gradveil.errors import DataError
+
+VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
+
+
+class Page(HTMLParser):
+    """Every start tag with its attributes, and whether the tags nest."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags = []
+        self.words = []
+        self.inline = {"script": "", "style": ""}
+        self._open = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self._open.pop() == tag
+
+    def handle_data(self, data):
+        if self._open and self._open[-1] in self.inline:
+            self.inline[self._open[-1]] += data
+        else:
+            self.words.append(data)
+
+    def all(self, tag, **wanted):
+        return [
+            attributes
+            for name, attributes in self.tags
+            if name == tag and all(attributes.get(key) == value for key, value in wanted.items())
+        ]
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+def page_of(made):
+    return Page(report.write(made.write()).read_text())
+
+
+def test_write_leaves_the_page_and_the_sheet_and_nothing_else(make_audit):
+    folder = make_audit().write()
+    before = set(os.listdir(folder))
+    path = report.write(folder)
+    assert path == folder / "report.html"
+    assert set(os.listdir(folder)) - before == {"report.html", "overview.png"}
+    first = path.read_bytes()
+    assert report.write(folder).read_bytes() == first
+
+
+def test_a_failed_write_leaves_the_old_page_alone(make_audit):
+    folder = make_audit().write()
+    old = report.write(folder).read_bytes()
+    (folder / "utility.jsonl").write_text("broken\n")
+    with pytest.raises(DataError):
+        report.write(folder)
+    assert (folder / "report.html").read_bytes() == old
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def test_a_page_that_cannot_be_written_is_a_clear_error(make_audit):
+    folder = make_audit().write()
+    (folder / "report.html").mkdir()
+    with pytest.raises(DataError, match=r"report.html: cannot be written"):
+        report.write(folder)
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def test_nothing_comes_from_outside(make_audit):
+    made = make_audit()
+    made.config["dataset_source"] = "https://example.org/mnist"
+    page = page_of(made)
+    for tag, attributes in page.tags:
+        for key in ("src", "href", "srcset", "poster", "action", "data", "xlink:href"):
+            assert re.match(r"(data:|#|$)", attributes.get(key) or ""), (tag, key, attributes[key])
+        assert "url(" not in (attributes.get("style") or "")
+    assert not re.search(
+        r"url\(|@import|@font-face|fetch\(|XMLHttpRequest|https?:", page.inline["style"] + page.inline["script"]
+    )
+    (policy,) = page.all("meta", **{"http-equiv": "Content-Security-Policy"})
+    assert policy["content"].startswith("default-src 'none'")
+
+
+def test_every_inner_link_has_its_target(make_audit):
+    page = page_of(make_audit())
+    targets = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    links = {attributes["href"] for tag, attributes in page.tags if tag in ("a", "use")}
+    assert links <= {f"#{target}" for target in targets}
+
+
+HOSTILE = "<script>alert('&quot;')</script>\"><img src=x onerror=alert(1)>`"
+
+
+def test_hostile_names_are_text(make_audit):
+    made = make_audit(defenses=[("none", {}, 0.0), (HOSTILE.replace(":", ""), {}, 0.5)], attacks=[(HOSTILE, {}, 0.01)])
+    made.config.update(
+        {"classes": [HOSTILE] * 10, "dataset": HOSTILE, "model": HOSTILE, "command": HOSTILE, HOSTILE: HOSTILE}
+    )
+    page = page_of(made)
+    assert len(page.all("script")) == 1
+    assert "alert" not in page.inline["script"]
+    assert all("onerror" not in attributes for _, attributes in page.tags)
+    assert all(attributes["src"].startswith("data:image/png;base64,") for attributes in page.all("img"))
+    assert HOSTILE in page.text
+
+
+def test_the_picture_shows_every_image_unchanged(make_audit):
+    made = make_audit()
+    page = page_of(made)
+    shown = {base64.b64decode(image["src"].partition(",")[2]) for image in page.all("img")}
+    assert shown == {(made.folder / name).read_bytes() for name in made.images}
+    assert all(image["alt"] for image in page.all("img"))
+
+
+def test_a_leak_is_marked_by_more_than_colour(make_audit):
+    made = make_audit()
+    page = page_of(made)
+    leaks = sum(row["leaked"] for row in made.rows())
+    cells = page.all("td", **{"class": "leaked"})
+    assert len(cells) == leaks > 0
+    assert all(", leaked" in cell["title"] for cell in cells)
+    assert all(", not leaked" in cell["title"] for cell in page.all("td", **{"class": "safe"}))
+
+
+def test_only_the_first_victims_are_shown_and_that_is_said(make_audit):
+    page = page_of(make_audit(victims=15))
+    assert "Shown are the first 12 of 15 victims" in page.text
+    assert "15 of 15" in page.text
+
+
+def test_the_rule_the_command_and_unknown_keys_are_there(make_audit):
+    made = make_audit()
+    made.config["favourite_colour"] = ["teal", True, None, 12345]
+    text = page_of(made).text
+    assert "PSNR of at least 15 dB or SSIM of at least 0.5, and a PSNR at least 2 dB above the blind guess" in text
+    assert made.config["command"] in text
+    assert "favourite colour teal, yes, none, 12,345" in text
+
+
+def test_headings_are_buttons_and_values_are_sortable(make_audit):
+    made = make_audit()
+    for row in made.rows("top-k"):
+        row["lpips"] = None
+    text = report.write(made.write()).read_text()
+    page = Page(text)
+    headings = page.all("th", **{"aria-sort": "none"})
+    assert len(headings) == len(page.all("button", type="button")) == 8 + 8
+    values = [attributes["data-value"] for tag, attributes in page.tags if tag == "td" and "data-value" in attributes]
+    assert "" in values
+    assert any(re.fullmatch(r"\d+\.\d{6,}", value) for value in values), "sorting needs unrounded values"
+
+
+def test_every_defense_has_a_point_in_both_charts(make_audit):
+    page = page_of(make_audit())
+    labels = [attributes["data-label"] for _, attributes in page.tags if "data-label" in attributes]
+    assert sorted(labels) == sorted(make_audit().config["defenses"] * 2)
+    assert len(page.all("title")) == 1 + len(labels)
+
+
+def test_a_defense_without_cost_is_named_below_the_chart(make_audit):
+    made = make_audit()
+    made.utility = [row for row in made.utility if row["defense"] != "top-k"]
+    assert re.search(r"Not shown, since an attack or the training is missing: top-k:keep=0.2 ?\.", page_of(made).text)
+
+
+def test_an_audit_that_only_began_has_a_page(make_audit):
+    folder = make_audit().write()
+    for name in ("results.jsonl", "utility.jsonl"):
+        (folder / name).unlink()
+    shutil.rmtree(folder / "images")
+    text = Page(report.write(folder).read_text()).text
+    assert "No attack has finished yet." in text
+    assert "The audit is not complete: 48 of 48 attack runs" in text
+    assert "nothing is known about the cost" in text
+    assert "No defense has both a finished attack and a finished training yet." in text
+
+
+def test_a_config_with_only_what_is_needed_has_a_page(make_audit):
+    made = make_audit()
+    made.config = {key: made.config[key] for key in ("defenses", "attacks", "victims", "batch_size")}
+    text = page_of(made).text
+    assert "The config does not tell the command." in text
+    assert "victim 3" in text
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_one_and_twenty_defenses_have_a_page(make_audit, many_defenses, count):
+    page = page_of(make_audit(defenses=many_defenses[:count]))
+    assert len(page.all("table", **{"class": "shots"})) == 2
+    assert len([1 for _, attributes in page.tags if "data-label" in attributes]) == 2 * count
+
+
+PROBE = """
+<script>
+const seen = [];
+const table = document.querySelector("#attacks table");
+const press = (title) => [...table.querySelectorAll("button")].find((b) => b.textContent.startsWith(title)).click();
+const column = (title) => {
+  const index = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent.startsWith(title));
+  return [...table.tBodies[0].rows].map((row) => row.cells[index].dataset.value);
+};
+for (const title of ["LPIPS", "LPIPS", "PSNR", "Defense"]) {
+  press(title);
+  const sorted = table.querySelectorAll("[aria-sort=ascending], [aria-sort=descending]").length;
+  seen.push({ values: column(title), sorted });
+}
+document.body.replaceChildren(JSON.stringify(seen));
+</script>
+"""
+
+
+@pytest.mark.slow
+def test_tables_sort_in_a_browser(make_audit, tmp_path):
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("needs the program chromium")
+    made = make_audit()
+    for row in made.rows("top-k"):
+        row["lpips"] = None
+    path = report.write(made.write())
+    probe = tmp_path / "probe.html"
+    probe.write_text(path.read_text().replace("</body>", f"{PROBE}</body>"))
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
+    done = subprocess.run(
+        [browser, *flags.split(), f"--user-data-dir={tmp_path / 'profile'}", probe.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    up, down, psnr, defense = json.loads(re.search(r"\[\{.*\}\]", done.stdout).group())
+    numbers = [float(value) for value in up["values"][:-2]]
+    assert up["values"][-2:] == down["values"][-2:] == ["", ""]
+    assert numbers == sorted(numbers)
+    assert [float(value) for value in down["values"][:-2]] == sorted(numbers, reverse=True)
+    assert [float(value) for value in psnr["values"]] == sorted(float(value) for value in psnr["values"])
+    assert defense["values"][-1] == ""
+    assert defense["values"][:-1] == sorted(defense["values"][:-1])
+    assert {step["sorted"] for step in (up, down, psnr, defense)} == {1}

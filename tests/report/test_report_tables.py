@@ -1,0 +1,112 @@
+"""The figures in the tables, against rows written by hand."""
+
+import pytest
+
+from gradveil import report
+from gradveil.report.read import read
+from gradveil.report.scores import score, strongest
+from gradveil.report.tables import attack_table, utility_table
+
+
+def column(table, title):
+    index = [entry.title for entry in table.columns].index(title)
+    return [row[index] for row in table.rows]
+
+
+def test_the_attack_table_has_a_row_for_each_pair_and_the_blind_guess(make_audit):
+    table = attack_table(read(make_audit().write()))
+    assert len(table.rows) == 1 + 6 * 2
+    assert column(table, "Attack")[0].text == "blind-guess"
+    assert {len(row) for row in table.rows} == {len(table.columns)}
+
+
+def test_medians_and_ranges(make_audit):
+    made = make_audit(defenses=[("none", {}, 0.0)], attacks=[("idlg", {}, 0.02)])
+    for row, psnr, ssim, lpips in zip(
+        made.rows(), (10, 40, 20, 31), (0.1, 0.2, 0.3, 0.9), (None, 0.5, 0.1, 0.3), strict=True
+    ):
+        row.update(psnr=psnr, ssim=ssim, lpips=lpips, leaked=psnr > 15, label_correct=float(psnr > 10))
+    table = attack_table(read(made.write()))
+    assert column(table, "Leaked")[1].text == "3 of 4"
+    assert column(table, "Leaked")[1].leaked is True
+    assert (column(table, "PSNR dB")[1].text, column(table, "PSNR dB")[1].note) == ("25.5", "10.0–40.0")
+    assert column(table, "SSIM")[1].value == pytest.approx(0.25)
+    assert column(table, "LPIPS")[1].value == pytest.approx(0.3)
+    assert column(table, "Label")[1].text == "75.0 %"
+
+
+def test_what_is_null_is_shown_as_missing_and_sorts_last(make_audit):
+    made = make_audit()
+    for row in made.results:
+        row["lpips"] = None
+    cells = column(attack_table(read(made.write())), "LPIPS")
+    assert {(cell.text, cell.value) for cell in cells} == {("–", None)}
+
+
+def test_the_noise_column_appears_with_its_values(make_audit):
+    made = make_audit()
+    titles = [entry.title for entry in attack_table(read(made.write())).columns]
+    assert "Noise" not in titles
+    for row in made.rows():
+        row["noise_ratio"] = 0.4
+    assert column(attack_table(read(made.write())), "Noise")[1].text == "0.40"
+
+
+def test_utility_against_the_undefended_run(make_audit):
+    made = make_audit()
+    made.utility[0].update(round_seconds=0.04, upload_bytes=1000, download_bytes=50_000, accuracy=0.9)
+    made.utility[1].update(round_seconds=0.1, upload_bytes=250, download_bytes=None, pmm=None, accuracy=0.45)
+    table = utility_table(read(made.write()))
+    time, upload, download = (column(table, title)[1] for title in ("Round time", "Upload", "Download"))
+    assert (time.text, time.note) == ("100 ms", "×2.50")
+    assert (upload.text, upload.note) == ("250 B", "×0.25")
+    assert (download.text, download.note, download.value) == ("–", "", None)
+    assert column(table, "Accuracy")[1].text == "45.0 %"
+    assert column(table, "PMM")[1].value is None
+
+
+def test_without_an_undefended_run_there_is_no_ratio(make_audit):
+    made = make_audit(defenses=[("top-k", {"keep": 0.2}, 0.05)])
+    assert column(utility_table(read(made.write())), "Upload")[0].note == ""
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_training_that_diverged_is_called_so(make_audit, loss):
+    made = make_audit()
+    made.utility[1]["loss"] = loss
+    cell = column(utility_table(read(made.write())), "Loss")[1]
+    assert (cell.text, cell.value) == ("diverged", None)
+
+
+def test_history_is_optional(make_audit):
+    made = make_audit()
+    for row in made.utility:
+        del row["history"]
+    assert "Training" not in [entry.title for entry in utility_table(read(made.write())).columns]
+    made.utility[0]["history"] = [0.1, 0.5]
+    cells = column(utility_table(read(made.write())), "Training")
+    assert cells[0].history == (0.1, 0.5)
+    assert cells[1].text == "–"
+
+
+def test_the_summary_for_the_terminal_is_the_attack_table(make_audit):
+    folder = make_audit().write()
+    assert report.summary(folder) == attack_table(read(folder))
+    assert report.summary(folder).texts()[1][:3] == ["none", "idlg", "4 of 4"]
+
+
+def test_each_defense_meets_its_own_strongest_attack(make_audit):
+    made = make_audit(attacks=[("weak", {}, 0.5), ("strong", {}, 0.0)])
+    for row in made.rows("top-k", "weak"):
+        row["psnr"] = 99.0
+    audit = read(made.write())
+    assert strongest(audit, "none")[0] == "strong"
+    attack, best = strongest(audit, "top-k:keep=0.2")
+    assert (attack, best.psnr) == ("weak", 99.0)
+    made.results.clear()
+    assert strongest(read(made.write()), "none") is None
+
+
+def test_no_rows_have_no_score():
+    with pytest.raises(ValueError, match="median"):
+        score([])
