@@ -310,3 +310,25 @@ def test_unknown_names_are_refused_with_a_suggestion():
         models.describe("resnet-18")
     with pytest.raises(UnknownNameError, match=r"lenet: unknown parameter 'norm'; it takes: .*activation, init"):
         models.create("lenet", input_shape=CIFAR, classes=10, norm="batch")
+
+
+def test_a_model_of_ones_own_is_built_from_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from torch import nn\n"
+        "def build(input_shape, classes, width=3):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(input_shape[1] ** 2, width), nn.Linear(width, classes))\n"
+        "def number(input_shape, classes):\n"
+        "    return 3\n"
+    )
+    first = models.create(f"{file}@build", input_shape=(1, 4, 4), classes=2, seed=1, width=5)
+    again = models.create(f"{file}@build", input_shape=(1, 4, 4), classes=2, seed=1, width=5)
+    assert torch.equal(first[1].weight, again[1].weight)
+    assert first[1].weight.shape == (5, 16)
+    for reference, message in (
+        (f"{tmp_path}/missing.py@build", "is not a Python file"),
+        (f"{file}@nothing", "has no function 'nothing'"),
+        (f"{file}@number", "must return a torch module, got int"),
+    ):
+        with pytest.raises(InputError, match=message):
+            models.create(reference, input_shape=(1, 4, 4), classes=2)

@@ -18,7 +18,7 @@ DEFENSES = (
     "gaussian-noise:std=0.1",
     "laplace-noise:std=0.1",
     "top-k:keep=0.1",
-    "dual-pruning:k1=0.05,k2=0.75",
+    "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
 ATTACKS = ("idlg:iterations=300", "inverting-gradients:iterations=400,lr=0.05")

@@ -64,7 +64,7 @@ class Step:
 
 def default_folder(config: AuditConfig) -> Path:
     """Where an audit goes unless told otherwise; different configs go to different folders."""
-    stem = "-".join(_slug(parse_spec(spec)[0]) for spec in (Path(config.dataset).name, config.model))
+    stem = "-".join(_slug(Path(parse_spec(spec)[0]).name) for spec in (config.dataset, config.model))
     return Path("audits") / f"{stem}-{config.digest}"
 
 

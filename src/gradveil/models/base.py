@@ -1,7 +1,9 @@
 """What every model shares: the registry, activations, normalisation, initialisation and the size check."""
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -106,7 +108,8 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
     """Build the model called `name` in training mode; the global random state is left as it was.
 
     Args:
-        name: one of `names()`.
+        name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of one's own: the function is called with
+            `input_shape`, `classes` and the parameters, and returns the module.
         input_shape: channels, height and width of one image.
         classes: how many logits come out.
         seed: of the initial weights; the same seed gives the same weights.
@@ -119,6 +122,8 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
     seed = checks.integer(name, "seed", seed, low=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        if "@" in name:
+            return _create_from_file(name, input_shape=input_shape, classes=classes, **parameters)
         return REGISTRY.create(name, input_shape=input_shape, classes=classes, **parameters)
 
 
@@ -141,6 +146,23 @@ def describe(name: str) -> Description:
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     return Description(summary, factory.paper, parameters)
+
+
+def _create_from_file(reference: str, **arguments: object) -> nn.Module:
+    """Run a user's Python file and call its function."""
+    path, _, function = reference.rpartition("@")
+    spec = importlib.util.spec_from_file_location("gradveil_user_model", path)
+    if not Path(path).is_file() or spec is None or spec.loader is None:
+        raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    factory = getattr(module, function, None)
+    if not callable(factory):
+        raise InputError(f"{reference}: {path} has no function {function!r}")
+    model = factory(**arguments)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{reference}: {function} must return a torch module, got {type(model).__name__}")
+    return model
 
 
 def image_shape(owner: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
