@@ -66,9 +66,7 @@ def audit(
     dataset: Annotated[
         str | None, typer.Option(help="Name or path of the data, e.g. cifar10 or faces-orl:size=64.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model, e.g. lenet:init=uniform, or your own: FILE.py@FUNCTION.")
-    ] = None,
+    model: Annotated[str | None, typer.Option(help="E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION.")] = None,
     defense: Annotated[
         list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable; + chains, +error-feedback wraps.")
     ] = None,
