@@ -301,8 +301,8 @@ class Task:
             )
 
     def _chunk(self, batch: int, memory_budget: int = 1 << 30) -> int:
-        # Forward-mode over reverse-mode keeps, per direction, the activations and their tangents both ways and the
-        # gradients' tangents: four of each is what a measurement on lenet and resnet18 shows.
+        # A direction keeps the tangents of activations and gradients. Measured peak, in units of both together:
+        # 1.9 on resnet18, 2.0 to 3.1 on lenet; 4 leaves room.
         values = 4 * (batch * self._activations + self.size)
         return max(1, memory_budget // (values * self.dtype.itemsize))
 
