@@ -177,13 +177,115 @@ def test_a_custom_loss_and_soft_labels(tiny_task, tiny_batch):
         (torch.zeros(2, 1, 6, 6).double(), torch.tensor([0]), r"got 1 labels for 2 inputs"),
         (torch.zeros(2, 1, 6, 6).double(), torch.tensor([0, 4]), r"labels must lie in 0 to 3 .* got 0 to 4"),
         (torch.zeros(2, 1, 6, 6).double(), torch.tensor([-1, 0]), r"got -1 to 0"),
-        (torch.zeros(2, 1, 6, 6).double(), torch.tensor([[0], [1]]), r"labels must have shape \[2\]"),
+        (torch.zeros(2, 1, 6, 6).double(), torch.tensor([[0], [1]]), r"labels must be int64 of shape \[2\]"),
         (torch.zeros(2, 1, 6, 6).double(), torch.tensor([0.0, 1.0]), r"class numbers must be of an integer type"),
     ],
 )
 def test_misfitting_batches_are_refused(tiny_task, inputs, labels, message):
     with pytest.raises(InputError, match=message):
         tiny_task.gradients(inputs, labels)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "labels", "message"),
+    [
+        (torch.full((1, 1, 6, 6), torch.nan).double(), torch.tensor([0]), "inputs must be finite"),
+        (torch.zeros(1, 1, 6, 6).double(), [0], "labels must be a tensor, got list"),
+        ([[0.0]], torch.tensor([0]), "inputs must be a tensor, got list"),
+        (torch.zeros(1, 1, 6, 6).double(), torch.tensor([0], dtype=torch.int32), "labels must be int64"),
+    ],
+)
+def test_what_is_no_batch_at_all_is_refused(tiny_task, inputs, labels, message):
+    with pytest.raises(InputError, match=message):
+        tiny_task.gradients(inputs, labels)
+
+
+class RandomOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.fc(F.dropout(x.flatten(1), 0.5, self.training))
+
+
+class TwoOutputs(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flatten(1)), x
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (RandomOutput(), "gives other outputs for the same inputs"),
+        (
+            nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(4, 3)),
+            "writes its buffer",
+        ),
+        (nn.Sequential(nn.Flatten()), "no parameters to train"),
+        (nn.Sequential(nn.Flatten(), nn.LazyLinear(3)), "has no shape yet"),
+        (TwoOutputs(4, 3), "must return one tensor, got tuple"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_models_that_are_no_function_of_the_data_are_refused(model, message):
+    with pytest.raises(InputError, match=message):
+        gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+
+
+def test_batch_norm_over_a_single_value_says_what_to_do():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
+    task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+    with pytest.raises(InputError, match="use a larger batch .* or use group norm"):
+        task.gradients(torch.rand(1, 1, 2, 2), torch.tensor([0]))
+
+
+def test_frozen_parameters_are_constants():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Linear(5, 3))
+    model[1].requires_grad_(False)
+    task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+    batch = torch.rand(2, 1, 2, 2), torch.tensor([0, 1])
+    gradients = task.gradients(*batch)
+    assert list(gradients) == ["2.weight", "2.bias"]
+    expected = autograd_gradients(model, *batch)
+    torch.testing.assert_close(gradients["2.weight"], expected["2.weight"])
+    assert task.to(torch.float64).gradients(batch[0].double(), batch[1])["2.bias"].dtype == torch.float64
+
+
+def test_tied_weights_have_one_name_and_one_gradient():
+    torch.manual_seed(0)
+
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(3, 3), nn.Linear(3, 3)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x.flatten(1)).sigmoid())
+
+    task = gradveil.Task(Tied(), input_shape=(1, 1, 3), classes=3)
+    batch = torch.rand(2, 1, 1, 3), torch.tensor([0, 1])
+    assert task.classifier == gradveil.task.Classifier("a.weight", "b.bias")
+    torch.testing.assert_close(task.gradients(*batch)["a.weight"], autograd_gradients(task._model, *batch)["a.weight"])
+
+
+def test_the_classifier_is_the_layer_that_makes_the_logits():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 3, 1), nn.Flatten())
+    assert gradveil.Task(model, input_shape=(1, 2, 2), classes=3).classifier is None
+
+
+def test_torchs_own_attention_can_be_differentiated_twice_and_forwards():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(nn.Flatten(2), layer, nn.Flatten(), nn.Linear(16, 3))
+    task = gradveil.Task(model, input_shape=(4, 2, 2), classes=3)
+    batch = torch.rand(2, 4, 2, 2), torch.tensor([0, 1])
+    assert all(torch.isfinite(value).all() for value in task.sensitivity(*batch, directions=2).values())
+    images = batch[0].clone().requires_grad_()
+    sum(value.square().sum() for value in task.gradients(images, batch[1]).values()).backward()
+    assert images.grad.abs().sum() > 0
 
 
 def test_misfitting_models_are_refused():

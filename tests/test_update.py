@@ -1,7 +1,11 @@
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
 
 import gradveil
 from gradveil.errors import InputError, ParameterError
@@ -30,6 +34,25 @@ def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch):
         torch.testing.assert_close(start - 0.3 * update[name], weights[name])
 
 
+def test_local_steps_carry_the_statistics_of_the_last_step():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=3)
+    images, labels = torch.rand(8, 1, 6, 6), torch.arange(8) % 3
+    update = compute_update(
+        task, images, labels, local=LocalSteps(3, 4, 0.1), generator=torch.Generator().manual_seed(0)
+    )
+    order, optimiser = torch.Generator().manual_seed(0), torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for batch in torch.randperm(8, generator=order).split(4):
+            optimiser.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimiser.step()
+    for name, value in update.meta.buffers.items():
+        torch.testing.assert_close(value, model.state_dict()[name])
+    assert int(update.meta.buffers["1.num_batches_tracked"]) == 6
+
+
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.01))
 def test_the_weighted_mean_is_the_weighted_mean(weights):
     generator = torch.Generator().manual_seed(0)
@@ -50,15 +73,17 @@ def test_statistics_are_averaged_and_counts_kept():
     assert mean.meta.samples == 2
 
 
-@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0]])
+@pytest.mark.parametrize("weights", [[1.0], [1.0, -1.0], [0.0, 0.0], [math.nan, 1.0], [math.inf, 1.0]])
 def test_bad_weights_are_refused(weights):
-    with pytest.raises(InputError, match="expected 2 non-negative weights"):
+    with pytest.raises(InputError, match="expected 2 finite, non-negative weights"):
         weighted_mean([Update({"w": torch.ones(1)})] * 2, weights)
 
 
 def test_updates_of_different_models_are_refused():
     with pytest.raises(InputError, match="updates of one model"):
         weighted_mean([Update({"w": torch.ones(1)}), Update({"v": torch.ones(1)})])
+    with pytest.raises(InputError, match="updates of one model"):
+        weighted_mean([Update({"w": torch.ones(3)}), Update({"w": torch.ones(1)})])
     with pytest.raises(InputError, match="at least one update"):
         weighted_mean([])
 

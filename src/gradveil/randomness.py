@@ -4,18 +4,18 @@ import hashlib
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator seeded from the operating system: a predictable seed would let a server strip the noise."""
-    return seeded_generator(int.from_bytes(os.urandom(8), "little") >> 1, device)
+    """A generator seeded from the operating system: a predictable seed would let a server strip the noise.
 
-
-def seeded_generator(seed: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A generator that repeats itself for the same seed."""
-    return torch.Generator(device).manual_seed(seed)
+    The Mersenne Twister behind torch's CPU generator is not a cryptographic one: this keeps the seed from being
+    guessed, not the stream from being continued by someone who sees many unperturbed draws.
+    """
+    return _generator_from(os.urandom(_SEED_BYTES), device)
 
 
 def derived_generator(seed: int, *path: object, device: torch.device | str = "cpu") -> torch.Generator:
@@ -23,8 +23,23 @@ def derived_generator(seed: int, *path: object, device: torch.device | str = "cp
 
     Different paths give unrelated streams, and no stream depends on what else was drawn before.
     """
-    digest = hashlib.blake2b(repr((seed, *path)).encode(), digest_size=8).digest()
-    return seeded_generator(int.from_bytes(digest, "little") >> 1, device)
+    return _generator_from(hashlib.shake_256(repr((seed, *path)).encode()).digest(_SEED_BYTES), device)
+
+
+_STATE_WORDS = 624  # of the Mersenne Twister, 32 bits each
+_STATE_OFFSET = 24  # where torch's state keeps them, as 64-bit words, behind seed, counters and flags
+_SEED_BYTES = 4 * _STATE_WORDS
+
+
+def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generator:
+    """A generator whose whole state comes from `entropy`: `manual_seed` uses only 32 bits of a seed on the CPU."""
+    generator = torch.Generator(device).manual_seed(int.from_bytes(entropy[:8], "little") >> 1)
+    if generator.device.type == "cpu":
+        state = generator.get_state()
+        words = np.frombuffer(entropy, "<u4").astype("<u8")
+        state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS] = torch.from_numpy(words.view(np.uint8))
+        generator.set_state(state)
+    return generator
 
 
 class Draws:
@@ -36,8 +51,8 @@ class Draws:
         generators: one generator a client.
 
     Example:
-        >>> together = Draws([seeded_generator(1), seeded_generator(2)]).normal(torch.empty(2, 3))
-        >>> alone = Draws([seeded_generator(2)]).normal(torch.empty(1, 3))
+        >>> together = Draws([derived_generator(1), derived_generator(2)]).normal(torch.empty(2, 3))
+        >>> alone = Draws([derived_generator(2)]).normal(torch.empty(1, 3))
         >>> torch.equal(together[1:], alone)
         True
     """
@@ -47,14 +62,19 @@ class Draws:
 
     def normal(self, rows: Tensor) -> Tensor:
         """Standard normal values shaped like `rows`."""
-        result = torch.empty_like(rows)
+        result = self._empty(rows)
         for row, generator in zip(result, self.generators, strict=True):
             row.normal_(generator=generator)
         return result
 
     def uniform(self, rows: Tensor) -> Tensor:
         """Uniform values in [0, 1) shaped like `rows`."""
-        result = torch.empty_like(rows)
+        result = self._empty(rows)
         for row, generator in zip(result, self.generators, strict=True):
             row.uniform_(generator=generator)
         return result
+
+    @staticmethod
+    def _empty(rows: Tensor) -> Tensor:
+        # Not `empty_like`, which keeps strides: how values lie in memory must not decide which one gets which draw.
+        return torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)

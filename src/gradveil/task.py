@@ -1,19 +1,21 @@
 """A task: a model and a loss, seen as pure functions of weights, inputs and labels."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedParameter
 
 from gradveil import checks
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import derived_generator, fresh_generator
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -35,10 +37,12 @@ class Task:
     Everything is computed functionally (`torch.func`), so it can be vmapped, differentiated again and never
     changes the model. The task follows the live model: after an optimiser step it uses the new weights.
 
+    Frozen parameters (``requires_grad=False``) are constants: they have no gradient and are never shared.
     Batch norm and dropout follow the flags their modules carry when the task is made. A batch-norm module in
     train mode uses the statistics of the batch and leaves its running statistics alone, so nothing passes from
     one client to the next (`updated_buffers` returns the new statistics instead of storing them); in eval mode it
-    uses the running statistics. Active dropout is refused: its gradients are not a function of the data.
+    uses the running statistics. Modules that are random (active dropout) or write other buffers while they compute
+    are refused: their gradients are not a function of the data.
 
     Args:
         model: any module that maps a batch ``[N, *input_shape]`` to logits ``[N, classes]``.
@@ -77,7 +81,7 @@ class Task:
         else:
             self._loss = loss
         self._normalisation = _normalisation(mean, std, self.input_shape[0])
-        _refuse_dropout(model)
+        _refuse_unusable(model)
 
         self._parameters: Gradients | None = None  # None: the live model's
         self._buffers: Gradients | None = None
@@ -86,10 +90,13 @@ class Task:
         self._tracking = _share_tensors(model)
         self._stateless = _share_tensors(model)
         self._batch_norms = [
-            name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         ]
         for name in self._batch_norms:
             _forget_running_statistics(self._stateless.get_submodule(name))
+        self._stateless_names = {name for name, _ in _named_tensors(self._stateless)}
         self._evaluating = _share_tensors(model).eval()
         self.classifier, self._activations = self._look_inside()
 
@@ -97,17 +104,17 @@ class Task:
 
     @property
     def parameters(self) -> Gradients:
-        """The weights by name, detached; those of the live model unless the task was made by `with_parameters`."""
+        """The trained weights by name, detached; the live model's unless the task was made by `with_parameters`."""
         if self._parameters is not None:
             return self._parameters
-        return {name: value.detach() for name, value in self._model.named_parameters()}
+        return {name: value.detach() for name, value in self._model.named_parameters() if value.requires_grad}
 
     @property
     def buffers(self) -> Gradients:
-        """Buffers by name (running statistics, constants), detached."""
+        """All that is not trained, by name, detached: running statistics, constants, frozen parameters."""
         if self._buffers is not None:
             return self._buffers
-        return {name: value.detach() for name, value in self._model.named_buffers()}
+        return {name: value.detach() for name, value in _named_tensors(self._model) if not value.requires_grad}
 
     @property
     def size(self) -> int:
@@ -240,12 +247,14 @@ class Task:
         self._check_inputs(inputs)
         buffers = {name: value.clone() for name, value in self.buffers.items()}
         self._call(self._tracking, self.parameters, buffers, inputs)
-        prefixes = tuple(f"{name}." if name else "" for name in self._batch_norms)
-        return {name: value for name, value in buffers.items() if name.startswith(prefixes)}
+        statistics = {name for name, _ in self._model.named_buffers()} - self._stateless_names
+        return {name: value for name, value in buffers.items() if name in statistics}
 
     def check(self, inputs: Tensor, labels: Tensor) -> None:
         """Raise `InputError` unless inputs and labels fit the task and each other."""
         self._check_inputs(inputs)
+        if not isinstance(labels, Tensor):
+            raise InputError(f"Task: labels must be a tensor, got {type(labels).__name__}")
         if len(labels) != len(inputs):
             raise InputError(f"Task: expected one label an input, got {len(labels)} labels for {len(inputs)} inputs")
         if labels.is_floating_point():
@@ -255,8 +264,10 @@ class Task:
                     f"got {tuple(labels.shape)}; class numbers must be of an integer type"
                 )
             return
-        if labels.ndim != 1:
-            raise InputError(f"Task: labels must have shape [{len(inputs)}], got {list(labels.shape)}")
+        if labels.ndim != 1 or labels.dtype != torch.int64:
+            raise InputError(
+                f"Task: labels must be int64 of shape [{len(inputs)}], got {labels.dtype} of shape {list(labels.shape)}"
+            )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
             raise InputError(
@@ -282,13 +293,25 @@ class Task:
         if self._normalisation is not None:
             mean, std = (value.to(inputs) for value in self._normalisation)
             inputs = (inputs - mean) / std
-        if buffers:  # the stateless view has fewer of them
-            known = dict(module.named_buffers())
-            parameters = {**parameters, **{name: value for name, value in buffers.items() if name in known}}
-        output: Tensor = functional_call(module, dict(parameters), (inputs,))
+        tensors = {**parameters, **buffers}
+        if module is self._stateless:  # it has forgotten the running statistics
+            tensors = {name: value for name, value in tensors.items() if name in self._stateless_names}
+        try:
+            # The fused attention kernels have neither forward-mode nor second derivatives.
+            with sdpa_kernel(SDPBackend.MATH):
+                output: Tensor = functional_call(module, tensors, (inputs,))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise InputError(
+                f"Task: batch norm cannot take its statistics from a single value a channel ({error}); use a larger "
+                "batch (no remainder of 1), put batch norm in eval mode, or use group norm"
+            ) from error
         return output
 
     def _check_inputs(self, inputs: Tensor) -> None:
+        if not isinstance(inputs, Tensor):
+            raise InputError(f"Task: inputs must be a tensor, got {type(inputs).__name__}")
         if tuple(inputs.shape[1:]) != self.input_shape or len(inputs) == 0:
             raise InputError(
                 f"Task: inputs must have shape [N, {', '.join(map(str, self.input_shape))}] with N >= 1, "
@@ -299,6 +322,8 @@ class Task:
                 f"Task: inputs must have the type of the weights, {self.dtype}, got {inputs.dtype}; "
                 "convert the inputs (images as floats in [0, 1]) or the task with task.to(dtype)"
             )
+        if not torch.isfinite(inputs).all():
+            raise InputError("Task: inputs must be finite, got NaN or Inf; check the data")
 
     def _chunk(self, batch: int, memory_budget: int = 1 << 30) -> int:
         # A direction keeps the tangents of activations and gradients. Measured peak, in units of both together:
@@ -308,23 +333,22 @@ class Task:
 
     @torch.no_grad()
     def _look_inside(self) -> tuple[Classifier | None, int]:
-        """Run the model once: does it take the inputs, which layer makes the logits, how many activations has it?"""
-        order: list[str] = []
-        activations = 0
+        """Run the model: does it take the inputs, is it a function, where do its logits come from, how large is it?"""
+        outputs: list[tuple[str, Tensor]] = []
 
         def watch(name: str) -> Callable[[nn.Module, object, object], None]:
             def hook(_module: nn.Module, _args: object, output: object) -> None:
-                nonlocal activations
-                order.append(name)
-                activations += output.numel() if isinstance(output, Tensor) else 0
+                if isinstance(output, Tensor):
+                    outputs.append((name, output))
 
             return hook
 
-        leaves = [(n, m) for n, m in self._stateless.named_modules() if not any(m.children())]
-        handles = [module.register_forward_hook(watch(name)) for name, module in leaves]
-        probe = torch.zeros(2, *self.input_shape, dtype=self.dtype, device=self.device)
+        leaves = {n: m for n, m in self._stateless.named_modules() if not any(m.children())}
+        probe = torch.rand(2, *self.input_shape, generator=derived_generator(0, "probe")).to(self.device, self.dtype)
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        handles = [module.register_forward_hook(watch(name)) for name, module in leaves.items()]
         try:
-            output = self._call(self._stateless, self.parameters, self.buffers, probe)
+            logits = self._call(self._stateless, self.parameters, buffers, probe)
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise InputError(
                 f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
@@ -333,19 +357,37 @@ class Task:
         finally:
             for handle in handles:
                 handle.remove()
-        if self._loss is F.cross_entropy and tuple(output.shape) != (2, self.classes):
+        if not isinstance(logits, Tensor):
+            raise InputError(f"Task: the model must return one tensor, got {type(logits).__name__}; wrap the model")
+        if self._loss is F.cross_entropy and tuple(logits.shape) != (2, self.classes):
             raise InputError(
-                f"Task: the model must return logits of shape [N, {self.classes}], got {list(output.shape)} for N = 2; "
+                f"Task: the model must return logits of shape [N, {self.classes}], got {list(logits.shape)} for N = 2; "
                 "check classes="
             )
-        modules = dict(leaves)
-        for name in reversed(order):
-            module = modules[name]
-            if isinstance(module, nn.Linear) and module.out_features == output.shape[-1]:
-                prefix = f"{name}." if name else ""
-                bias = None if module.bias is None else f"{prefix}bias"
-                return Classifier(f"{prefix}weight", bias), activations // 2
-        return None, activations // 2
+        self._refuse_state(buffers, probe, logits)
+
+        first_names = {id(value): name for name, value in reversed(list(self._stateless.named_parameters()))}
+        classifier = None
+        for name, output in outputs:
+            module = leaves[name]
+            if isinstance(module, nn.Linear) and output.shape == logits.shape and torch.equal(output, logits):
+                bias = None if module.bias is None else first_names[id(module.bias)]
+                classifier = Classifier(first_names[id(module.weight)], bias)
+        return classifier, sum(output.numel() for _, output in outputs) // 2
+
+    def _refuse_state(self, buffers: Gradients, probe: Tensor, logits: Tensor) -> None:
+        """Refuse a model that writes buffers while it computes, or that computes something else the second time."""
+        for name, value in self.buffers.items():
+            if name in self._stateless_names and not torch.equal(value, buffers[name]):
+                raise InputError(
+                    f"Task: the model writes its buffer {name!r} while it computes, so clients would see traces of "
+                    "each other; put that module in eval mode, or switch off its running statistics"
+                )
+        if not torch.equal(logits, self._call(self._stateless, self.parameters, self.buffers, probe)):
+            raise InputError(
+                "Task: the model gives other outputs for the same inputs, so gradients would not be a function of the "
+                "data; put what is random in it (such as dropout) in eval mode"
+            )
 
 
 def _normalisation(
@@ -362,13 +404,23 @@ def _normalisation(
     return torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
 
 
-def _refuse_dropout(model: nn.Module) -> None:
+def _refuse_unusable(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise InputError(f"Task: parameter {name!r} has no shape yet; run the model once before making the task")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("Task: the model has no parameters to train, so there is no gradient; check requires_grad")
     for name, module in model.named_modules():
         if isinstance(module, _DropoutNd) and module.training and module.p > 0:
             raise InputError(
                 f"Task: dropout {name!r} (p={module.p}) is active, so gradients would not be a function of the data; "
                 "put it in eval mode or set p=0 before making the task"
             )
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
 
 
 def _share_tensors(model: nn.Module) -> nn.Module:

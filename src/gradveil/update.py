@@ -1,5 +1,6 @@
 """What leaves a client: an update, and how it came about."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -97,20 +98,23 @@ def compute_update(
         generator: shuffles the examples before every epoch; default: fresh entropy.
         gradients: computes the gradient of one step; defenses that act in every step put theirs here.
     """
-    meta = Meta(samples=len(inputs), local=local, buffers=task.updated_buffers(inputs))
-    if local is None:
-        return Update(gradients(task, inputs, labels), meta)
     task.check(inputs, labels)
+    if local is None:
+        meta = Meta(samples=len(inputs), buffers=task.updated_buffers(inputs))
+        return Update(gradients(task, inputs, labels), meta)
     generator = generator or fresh_generator(inputs.device)
-    start = task.parameters
-    current = start
-    size = local.batch_size or len(inputs)
+    current, buffers = task.parameters, dict[str, Tensor]()
+    # (start - end) / lr is the sum of the steps' gradients; summing them loses no digits to cancellation.
+    total = {name: torch.zeros_like(value) for name, value in current.items()}
     for _ in range(local.epochs):
         order = torch.randperm(len(inputs), generator=generator, device=inputs.device)
-        for batch in torch.split(order, size):
-            step = gradients(task.with_parameters(current), inputs[batch], labels[batch])
+        for batch in torch.split(order, local.batch_size or len(inputs)):
+            stepping = task.with_parameters(current, buffers)
+            step = gradients(stepping, inputs[batch], labels[batch])
+            buffers = stepping.updated_buffers(inputs[batch])
+            total = {name: value + step[name] for name, value in total.items()}
             current = {name: value - local.lr * step[name] for name, value in current.items()}
-    return Update({name: (start[name] - current[name]) / local.lr for name in start}, meta)
+    return Update(total, Meta(samples=len(inputs), local=local, buffers=buffers))
 
 
 def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = None) -> Update:
@@ -124,9 +128,9 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
         raise InputError("aggregate: expected at least one update, got none")
     if weights is None:
         weights = [1.0] * len(updates)
-    if len(weights) != len(updates) or min(weights) < 0 or sum(weights) <= 0:
+    if len(weights) != len(updates) or not all(w >= 0 and math.isfinite(w) for w in weights) or sum(weights) <= 0:
         raise InputError(
-            f"aggregate: expected {len(updates)} non-negative weights with a positive sum, got {list(weights)}"
+            f"aggregate: expected {len(updates)} finite, non-negative weights with a positive sum, got {list(weights)}"
         )
     shares = [weight / sum(weights) for weight in weights]
 
@@ -138,10 +142,11 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
             torch.zeros_like(tensors[0]),
         )
 
-    names = list(updates[0])
+    shapes = {name: tuple(value.shape) for name, value in updates[0].items()}
     for update in updates:
-        if list(update) != names:
-            raise InputError(f"aggregate: expected updates of one model with layers {names}, got {list(update)}")
+        got = {name: tuple(value.shape) for name, value in update.items()}
+        if got != shapes:
+            raise InputError(f"aggregate: expected updates of one model with layers {shapes}, got {got}")
     buffers = {name: mean([u.meta.buffers[name] for u in updates]) for name in updates[0].meta.buffers}
     meta = Meta(round=updates[0].meta.round, samples=sum(u.meta.samples for u in updates), buffers=buffers)
-    return Update({name: mean([update[name] for update in updates]) for name in names}, meta)
+    return Update({name: mean([update[name] for update in updates]) for name in shapes}, meta)

@@ -4,7 +4,9 @@ A message is a safetensors file. A layer is stored dense, or, where that is shor
 are not zero followed by those values. Decoding gives back the very same bits.
 """
 
+import dataclasses
 import json
+import math
 
 import numpy as np
 import torch
@@ -12,8 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from gradveil import checks
 from gradveil.errors import DataError
-from gradveil.update import Meta, Update
+from gradveil.update import LocalSteps, Meta, Update
 
 VERSION = 1
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,7 +44,12 @@ def encode(update: Update) -> bytes:
             tensors[f"dense/{name}"] = value
     for name, value in update.meta.buffers.items():
         tensors[f"buffer/{name}"] = value.detach().cpu().contiguous()
-    header = {"version": VERSION, "order": list(update), "sparse": shapes}
+    meta = {
+        "round": update.meta.round,
+        "samples": update.meta.samples,
+        "local": None if update.meta.local is None else dataclasses.asdict(update.meta.local),
+    }
+    header = {"version": VERSION, "order": list(update), "sparse": shapes, "meta": meta}
     message: bytes = save(tensors, metadata={"gradveil": json.dumps(header)})
     update.meta.bytes = len(message)
     return message
@@ -53,26 +61,46 @@ def decode(message: bytes) -> Update:
         tensors = load(message)
         length = int.from_bytes(message[:8], "little")
         header = json.loads(json.loads(message[8 : 8 + length])["__metadata__"]["gradveil"])
-        version, order, sparse = header["version"], header["order"], header["sparse"]
-        if version != VERSION:
-            raise DataError(f"wire: expected a message of version {VERSION}, got {version}; update gradveil")
-        values = {
-            name: _from_bitmap(tensors[f"bitmap/{name}"], tensors[f"values/{name}"], sparse[name])
-            if name in sparse
-            else tensors[f"dense/{name}"]
-            for name in order
+        if header["version"] != VERSION:
+            raise ValueError(f"it has version {header['version']}, this is version {VERSION}; update gradveil")
+        values = {name: _layer(tensors, name, header["sparse"].get(name)) for name in header["order"]}
+        buffers = {
+            name.removeprefix("buffer/"): tensors.pop(name) for name in list(tensors) if name.startswith("buffer/")
         }
-    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        if tensors or len(values) != len(header["order"]):
+            raise ValueError(f"its layers and its list of layers differ ({', '.join(tensors) or 'a name twice'})")
+        local = header["meta"]["local"]
+        meta = Meta(
+            round=header["meta"]["round"],
+            samples=checks.integer("wire", "samples", header["meta"]["samples"], low=0),
+            local=None if local is None else LocalSteps(**local),
+            bytes=len(message),
+            buffers=buffers,
+        )
+    except (SafetensorError, LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         raise DataError(f"wire: expected the bytes of an encoded update, got something else: {error}") from error
-    buffers = {name.removeprefix("buffer/"): t for name, t in tensors.items() if name.startswith("buffer/")}
-    return Update(values, Meta(bytes=len(message), buffers=buffers))
+    return Update(values, meta)
+
+
+def _layer(tensors: dict[str, Tensor], name: str, shape: list[int] | None) -> Tensor:
+    """Take one layer out of the message."""
+    if shape is None:
+        value = tensors.pop(f"dense/{name}")
+    else:
+        value = _from_bitmap(tensors.pop(f"bitmap/{name}"), tensors.pop(f"values/{name}"), shape)
+    if not value.is_floating_point():
+        raise ValueError(f"layer {name!r} holds {value.dtype}, not floating-point numbers")
+    return value
 
 
 def _from_bitmap(bitmap: Tensor, values: Tensor, shape: list[int]) -> Tensor:
-    size = int(np.prod(shape, dtype=np.int64))
-    if bitmap.dtype != torch.uint8 or len(bitmap) != (size + 7) // 8:
-        raise ValueError(f"a bitmap for {size} values must have {(size + 7) // 8} bytes, got {len(bitmap)}")
+    # What the message holds bounds what is allocated: at most eight values a byte of bitmap.
+    size = math.prod(shape)
+    if bitmap.dtype != torch.uint8 or bitmap.shape != ((size + 7) // 8,) or min(shape, default=1) < 0:
+        raise ValueError(f"a bitmap for shape {shape} must be {(size + 7) // 8} bytes, got {list(bitmap.shape)}")
     present = torch.from_numpy(np.unpackbits(bitmap.numpy(), count=size)).bool()
+    if values.shape != (int(present.sum()),):
+        raise ValueError(f"a bitmap with {int(present.sum())} values comes with {list(values.shape)}")
     dense = torch.zeros(size, dtype=values.dtype)
     dense[present] = values
     return dense.view(shape)

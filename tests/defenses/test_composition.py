@@ -48,6 +48,29 @@ def test_error_feedback_needs_a_memory_and_a_gradient_only_defense():
         gradveil.ErrorFeedback(OwnAggregate())
 
 
+def test_a_memory_of_another_model_is_refused():
+    defense = gradveil.defense("top-k:keep=0.5+error-feedback")
+    with pytest.raises(InputError, match=r"a residual of shape \[4\] for 'w', whose gradient has shape \[3, 4\]"):
+        defense.perturb({"w": torch.ones(3, 4)}, memory={"residual/w": torch.ones(4)})
+
+
+def test_preparing_reaches_the_wrapped_defense(tiny_task):
+    class Prepared(Perturbation):
+        name = "prepared"
+
+        def prepare(self, task, *, public=None, generator=None):
+            self.seen = public
+            return task
+
+        def perturb_rows(self, rows, draws):
+            return rows.clone()
+
+    inner = Prepared()
+    public = (torch.zeros(1), torch.zeros(1))
+    gradveil.Chain(gradveil.ErrorFeedback(inner), gradveil.defense("top-k")).prepare(tiny_task, public=public)
+    assert inner.seen is public
+
+
 def test_memories_of_two_clients_are_apart(tiny_task, tiny_batch):
     defense = gradveil.defense("top-k:keep=0.1+error-feedback")
     mine, other = {}, {}
@@ -86,6 +109,25 @@ def test_a_chain_has_one_server_side():
         gradveil.Chain(OwnAggregate(), OwnAggregate())
     with pytest.raises(ParameterError, match="two or more defenses, got 1"):
         gradveil.Chain(OwnAggregate())
+
+
+def test_a_defense_that_announces_comes_first_and_keeps_its_memory(tiny_task, tiny_batch):
+    class Announcer(OwnAggregate):
+        name = "announcer"
+
+        def announce(self, task, inputs, labels, *, generator=None, memory=None):
+            memory["told"] = inputs
+            return {"places": inputs}
+
+        def share(self, task, inputs, labels, *, generator=None, memory=None, public=None, local=None):
+            assert torch.equal(memory["told"], public["places"])
+            return super().share(task, inputs, labels, generator=generator)
+
+    chain, memory = gradveil.Chain(Announcer(), gradveil.defense("top-k")), {}
+    public = chain.announce(tiny_task, *tiny_batch, memory=memory)
+    assert chain.share(tiny_task, *tiny_batch, memory=memory, public=public)
+    with pytest.raises(ParameterError, match="announcer announces something before the round and must come first"):
+        gradveil.Chain(gradveil.defense("top-k"), Announcer())
 
 
 def test_a_scoped_memory_is_a_mapping_of_its_own():

@@ -192,6 +192,8 @@ def test_nan_and_inf_are_refused(defense, poison):
 def test_whole_numbers_and_no_gradients_at_all_are_refused(defense):
     with pytest.raises(InputError, match="gradients must be floating-point"):
         defense.perturb({"w": torch.ones(3, dtype=torch.long)}, generator=seeded(), memory={})
+    with pytest.raises(InputError, match="got NoneType for 'w'; leave out parameters that are not trained"):
+        defense.perturb({"w": None}, generator=seeded(), memory={})
     with pytest.raises(InputError, match="expected gradients by parameter name, got none"):
         defense.perturb({}, generator=seeded(), memory={})
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradveil.errors import ThreatModelError
-from gradveil.randomness import seeded_generator
+from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import Update
 
@@ -31,7 +31,9 @@ def infer_labels(task: Task, update: Update, batch_size: int) -> Tensor:
         )
     if batch_size == 1:
         return pull.argmin()[None]
-    noise = torch.rand(64, *task.input_shape, generator=seeded_generator(0), dtype=task.dtype).to(task.device)
+    noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
+        task.device
+    )
     expected = task.predict(noise).softmax(1).mean(0)
     lacking = batch_size * (expected - pull)
     labels = []

@@ -140,8 +140,9 @@ class Perturbation(Defense):
         memory: Memory | None = None,
     ) -> Update:
         """The defended gradients of one client; `gradients` is not touched."""
+        _check_finite(self.name, gradients)
         stacked = {name: value[None] for name, value in gradients.items()}
-        result = self.perturb_clients(stacked, generators=None if generator is None else [generator])
+        result = self._perturb_stacked(stacked, None if generator is None else [generator])
         return Update({name: value[0] for name, value in result.items()}, _meta_of(gradients))
 
     def perturb_clients(
@@ -154,18 +155,27 @@ class Perturbation(Defense):
             generators: one a client, so that each gets what it would have got alone; default: fresh entropy.
         """
         _check_finite(self.name, gradients)
+        return self._perturb_stacked(gradients, generators)
+
+    def _perturb_stacked(
+        self, gradients: Mapping[str, Tensor], generators: Sequence[torch.Generator] | None
+    ) -> dict[str, Tensor]:
         clients = len(next(iter(gradients.values())))
         if generators is None:
             generators = [fresh_generator(next(iter(gradients.values())).device) for _ in range(clients)]
         if len(generators) != clients:
             raise InputError(f"{self.name}: expected one generator a client ({clients}), got {len(generators)}")
         draws = Draws(generators)
-        return {
+        result = {
             name: self.perturb_rows(value.reshape(clients, -1), draws).reshape(value.shape)
             if value.numel()
             else value.clone()
             for name, value in gradients.items()
         }
+        for name, value in result.items():
+            if not torch.isfinite(value).all():
+                raise InputError(f"{self.name}: the result overflows {value.dtype} in {name!r}; use a weaker {self!r}")
+        return result
 
     def share(
         self,
@@ -189,7 +199,8 @@ class ErrorFeedback(Defense):
     .. math:: P = g + e, \quad sent = D(P), \quad e \leftarrow P - sent
 
     The residual `e` lives in the client's `memory` under ``residual/<layer>``, so the same mapping must be passed
-    every round.
+    every round. What was held back leaves the client later: over many rounds the sum of the updates approaches the
+    sum of the gradients, and around additive noise the noise cancels. It restores utility, not privacy.
 
     Args:
         inner: a gradient-only defense.
@@ -217,6 +228,10 @@ class ErrorFeedback(Defense):
         self.inner = inner
         self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
 
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+        """Prepare the inner defense."""
+        return self.inner.prepare(task, public=public, generator=generator)
+
     def perturb(
         self,
         gradients: Mapping[str, Tensor],
@@ -229,14 +244,24 @@ class ErrorFeedback(Defense):
             raise InputError(
                 "error-feedback: needs memory=, a mapping that is the client's own and lives through all rounds"
             )
-        wanted = {
-            name: value + memory[f"residual/{name}"] if f"residual/{name}" in memory else value
-            for name, value in gradients.items()
-        }
+        _check_finite(self.inner.name, gradients)
+        wanted = {name: value + self._residual(memory, name, value) for name, value in gradients.items()}
         sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"))
         for name, value in wanted.items():
-            memory[f"residual/{name}"] = value - sent[name]
+            memory[f"residual/{name}"] = (value - sent[name]).detach()
         return Update(sent, _meta_of(gradients))
+
+    @staticmethod
+    def _residual(memory: Memory, name: str, value: Tensor) -> Tensor:
+        residual = memory.get(f"residual/{name}")
+        if residual is None:
+            return torch.zeros_like(value)
+        if residual.shape != value.shape:
+            raise InputError(
+                f"error-feedback: the memory holds a residual of shape {list(residual.shape)} for {name!r}, whose "
+                f"gradient has shape {list(value.shape)}; give every client and every model a memory of its own"
+            )
+        return residual
 
     share = Perturbation.share
 
@@ -280,6 +305,9 @@ class Chain(Defense):
         for part in parts[1:]:
             if not part.gradient_only:
                 raise ParameterError(f"chain: {part.name} needs data and must come first")
+        for part in parts[1:]:
+            if _overrides(part, "announce"):
+                raise ParameterError(f"chain: {part.name} announces something before the round and must come first")
         with_server_side = [part for part in parts if _has_server_side(part)]
         if len(with_server_side) > 1:
             raise ParameterError(
@@ -306,8 +334,8 @@ class Chain(Defense):
         generator: torch.Generator | None = None,
         memory: Memory | None = None,
     ) -> Public | None:
-        """What the part with a server side announces."""
-        return self._server.announce(task, inputs, labels, generator=generator, memory=memory)
+        """What the first part announces."""
+        return self.parts[0].announce(task, inputs, labels, generator=generator, memory=scoped(memory, "0"))
 
     def share(
         self,
@@ -403,12 +431,13 @@ def scoped(memory: Memory | None, prefix: str) -> Memory | None:
 
 
 def _has_server_side(defense: Defense) -> bool:
+    return any(_overrides(defense, method) for method in ("announce", "visible", "aggregate"))
+
+
+def _overrides(defense: Defense, method: str) -> bool:
     if isinstance(defense, Chain):
-        return any(map(_has_server_side, defense.parts))
-    return any(
-        getattr(type(defense), method) is not getattr(Defense, method)
-        for method in ("announce", "visible", "aggregate")
-    )
+        return any(_overrides(part, method) for part in defense.parts)
+    return getattr(type(defense), method) is not getattr(Defense, method)
 
 
 def _meta_of(gradients: Mapping[str, Tensor]) -> Any:
@@ -419,8 +448,12 @@ def _check_finite(owner: str, gradients: Mapping[str, Tensor]) -> None:
     if not gradients:
         raise InputError(f"{owner}: expected gradients by parameter name, got none")
     for name, value in gradients.items():
-        if not value.is_floating_point():
-            raise InputError(f"{owner}: gradients must be floating-point, got {value.dtype} in {name!r}")
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise InputError(
+                f"{owner}: gradients must be floating-point tensors, got {got} for {name!r}; leave out parameters "
+                "that are not trained"
+            )
         if not torch.isfinite(value).all():
             raise InputError(
                 f"{owner}: gradients must be finite, got NaN or Inf in {name!r}; "
