@@ -52,6 +52,15 @@ def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_paths_are_printed_as_they_are(gradveil_command, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    folder = tmp_path / "x[red]y [/] a long name that no narrow terminal can hold"
+    code, out, _ = gradveil_command(*QUICK_AUDIT, "--out", folder)
+    assert code == 0
+    assert out == f"report: {folder / 'report.html'}\n"
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
 def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert gradveil_command(*QUICK_AUDIT, "--resume")[0] == 0
@@ -105,6 +114,9 @@ def test_train_prints_a_table_or_json(gradveil_command):
     )
     assert code == 0
     assert 0 <= json.loads(out)["accuracy"] <= 1
+    code, out, _ = gradveil_command(*"train --model mlp --rounds 3 --clients 2 --lr 1e38 --json".split())
+    assert json.loads(out)["diverged"] is not None
+    code, out, _ = gradveil_command(*words, "--json", "--partition", "classes:classes_per_client=2")
     assert json.loads(out)["defense"] == "top-k:keep=0.1+error-feedback"
 
 
@@ -136,14 +148,14 @@ def test_no_words_at_all_show_the_help(gradveil_command):
 
 @pytest.mark.slow
 def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
-    folder = tmp_path / "out"
+    folder = tmp_path / "the results"
     words = "audit --model mlp --defense top-k --attack idlg:iterations=20 --victims 2 --rounds 100000".split()
     process = subprocess.Popen(
         [sys.executable, "-m", "gradveil", *words, "--out", str(folder)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "40"},
     )
     deadline = time.monotonic() + 120
     results = folder / "results.jsonl"
@@ -152,6 +164,6 @@ def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert f"gradveil audit --resume --out {folder}" in " ".join(err.split())
+    assert f"gradveil audit --resume --out '{folder}'" in err
     assert "Traceback" not in err
     assert results.read_bytes().count(b"\n") == 6

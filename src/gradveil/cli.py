@@ -3,6 +3,8 @@
 import dataclasses
 import inspect
 import json
+import math
+import shlex
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ import gradveil
 from gradveil import data as datasets
 from gradveil import models, report
 from gradveil.attacks import ATTACKS
-from gradveil.audit import AuditConfig, Step, default_folder
+from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
 from gradveil.defenses import DEFENSES
@@ -49,13 +51,18 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on 
 
 def main() -> None:
     """Run the command line; errors meant for the user come without a traceback."""
-    warnings.showwarning = lambda message, *_rest: talk.print(f"[yellow]note:[/] {message}")
+    warnings.showwarning = lambda message, *_rest: say(f"note: {message}")
     try:
         app()
     except GradveilError as error:
         talk.print("[red]error:[/]", end=" ")
-        talk.print(str(error), markup=False, soft_wrap=True)
+        say(str(error))
         sys.exit(2)
+
+
+def say(words: str) -> None:
+    """Words for a person; data in them is neither read as markup nor broken into lines, so it can be copied."""
+    talk.print(words, markup=False, soft_wrap=True)
 
 
 # -- audit -----------------------------------------------------------------------------------------------------------
@@ -73,6 +80,7 @@ def audit(
     attack: Annotated[list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable.")] = None,
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
+    labels: Annotated[str | None, typer.Option(help="infer: the attacker finds them; known: it is given them.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Victims attacked together.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, typer.Option(help="Clients in that training.")] = None,
@@ -91,6 +99,7 @@ def audit(
         "attacks": tuple(attack) if attack else None,
         "victims": victims,
         "batch_size": batch_size,
+        "labels": labels,
         "chunk": chunk,
         "rounds": rounds,
         "clients": clients,
@@ -102,23 +111,26 @@ def audit(
     saved = output / "config.json" if output else None
     if resume and saved and saved.exists():
         # What is not said again stays as it was.
-        config = dataclasses.replace(AuditConfig.from_json(json.loads(saved.read_text())), **given)
+        config = dataclasses.replace(AuditConfig.from_json(read_config(saved)), **given)
     else:
         config = AuditConfig(**given)
     folder = output or default_folder(config)
-    talk.print(f"auditing {config.model} on {config.dataset} into {folder}")
+    say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
         with _progress_bar() as show:
-            page = run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
+            run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
     except KeyboardInterrupt:
-        talk.print(f"stopped; finished rows are kept. Go on with: gradveil audit --resume --out {folder}")
+        command = shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
+        say(f"stopped; finished rows are kept. Go on with: {command}")
         raise typer.Exit(INTERRUPTED) from None
-    for sentence in report.verdict(folder):
-        talk.print(sentence)
+    page = report.write(folder)
+    verdict = report.verdict(folder)
+    for sentence in verdict:
+        say(sentence)
     if as_json:
-        out.print_json(json.dumps({"report": str(page), "folder": str(folder), "verdict": report.verdict(folder)}))
+        out.print_json(json.dumps({"report": str(page), "folder": str(folder), "verdict": verdict}))
     else:
-        out.print(f"report: {page}", soft_wrap=True)
+        out.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
 def _words(step: Step) -> str:
@@ -185,8 +197,11 @@ def train(
         )
     if as_json:
         figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "task"}
-        out.print_json(json.dumps({"defense": str(chosen), "dataset": dataset, "model": model, **figures}))
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+        out.print_json(json.dumps({"defense": str(chosen), "dataset": dataset, "model": model, **finite}))
         return
+    if result.diverged is not None:
+        say(f"note: the training diverged in round {result.diverged + 1} and was stopped; lower --lr")
     out.print(_training_table(str(chosen), result))
 
 
@@ -278,9 +293,9 @@ def data_list(as_json: Json = False) -> None:
 @data_app.command("get")
 def data_get(name: Annotated[str, typer.Argument(help="Name of a data set, or lpips-alex.")]) -> None:
     """Fetch, check, convert and cache a data set or metric weights."""
-    with talk.status(f"fetching {name}"):
-        path = datasets.fetch(name)
-    out.print(str(path), soft_wrap=True)
+    with talk.status(f"fetching {name}") as status:
+        path = datasets.fetch(name, progress=lambda words: status.update(f"{name}: {words}"))
+    out.print(str(path), markup=False, soft_wrap=True)
 
 
 # -- shared ----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,10 @@ class InputError(GradveilError, ValueError):
     """Inputs, labels, gradients or a model do not fit what is asked of them."""
 
 
+class NotFiniteError(InputError):
+    """Gradients hold NaN or Inf: a training has diverged, or the data is broken."""
+
+
 class DataError(GradveilError):
     """A data file is missing, unreadable, truncated or not what it claims to be."""
 

@@ -121,6 +121,20 @@ def test_distances_are_what_they_say():
     assert float(total_variation(stripes)) == 1.0
 
 
+def test_total_variation_needs_images_and_skips_what_has_no_neighbours():
+    assert float(total_variation(torch.tensor([[0.0, 1.0, 0.0]])[None, None])) == 1.0
+    assert float(total_variation(torch.ones(1, 3, 1, 1))) == 0.0
+    torch.manual_seed(0)
+    task = gradveil.Task(torch.nn.Linear(10, 3), input_shape=(10,), classes=3)
+    update = task.gradients(torch.rand(1, 10), torch.tensor([1]))  # a plain dict is an update too
+    with pytest.raises(ThreatModelError, match=r"defined for images .* use tv=0"):
+        gradveil.attack("inverting-gradients").reconstruct(task, update, gradveil.ThreatModel())
+    found = gradveil.attack("inverting-gradients", tv=0.0, iterations=50).reconstruct(
+        task, update, gradveil.ThreatModel()
+    )
+    assert found.loss[0] < 0.1
+
+
 def test_repr_builds_the_same_attack_again():
     for name in gradveil.attacks():
         attack = gradveil.attack(name)
@@ -146,9 +160,18 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, *tiny_batch)
     attack = gradveil.attack("idlg")
     with pytest.raises(ThreatModelError, match="has no adaptive form"):
-        attack.reconstruct(tiny_task, update, gradveil.ThreatModel(adaptive=True))
+        attack.reconstruct(tiny_task, update, gradveil.ThreatModel(adaptive=True, batch_size=3))
+    local = gradveil.LocalSteps()
+    stepped = gradveil.defense("none").share(tiny_task, *tiny_batch, local=local)
     with pytest.raises(ThreatModelError, match="attacks a single gradient"):
-        attack.reconstruct(tiny_task, update, gradveil.ThreatModel(local=gradveil.LocalSteps()))
+        attack.reconstruct(tiny_task, stepped, gradveil.ThreatModel(local=local, batch_size=3))
+    with pytest.raises(ThreatModelError, match="comes from 3 images and local steps LocalSteps"):
+        attack.reconstruct(tiny_task, stepped, gradveil.ThreatModel(batch_size=3))
+    with pytest.raises(ThreatModelError, match="comes from 3 images .* threat model says 1"):
+        attack.reconstruct(tiny_task, update, gradveil.ThreatModel())
+    threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[0, 1, 4]]))
+    with pytest.raises(InputError, match="known_labels must lie in 0 to 3, got 0 to 4"):
+        attack.reconstruct(tiny_task, update, threat)
     with pytest.raises(ParameterError, match="known_labels must be given exactly when labels='known'"):
         gradveil.ThreatModel(labels="known")
     threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[1]]))
@@ -158,7 +181,7 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
 
 def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, *tiny_batch)
-    attack, threat = gradveil.attack("idlg"), gradveil.ThreatModel()
+    attack, threat = gradveil.attack("idlg"), gradveil.ThreatModel(batch_size=3)
     with pytest.raises(InputError, match=r"layer '3.bias' should have shape \(4,\), got \(5,\)"):
         attack.reconstruct(tiny_task, gradveil.Update({**update, "3.bias": torch.zeros(5)}), threat)
     with pytest.raises(InputError, match="must be finite, got NaN or Inf in '3.bias'"):

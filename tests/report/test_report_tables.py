@@ -70,10 +70,9 @@ def test_without_an_undefended_run_there_is_no_ratio(make_audit):
     assert column(utility_table(read(made.write())), "Upload")[0].note == ""
 
 
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_a_training_that_diverged_is_called_so(make_audit, loss):
+def test_a_training_that_diverged_is_called_so(make_audit):
     made = make_audit()
-    made.utility[1]["loss"] = loss
+    made.utility[1] |= {"loss": None, "diverged": 7}
     cell = column(utility_table(read(made.write())), "Loss")[1]
     assert (cell.text, cell.value) == ("diverged", None)
 

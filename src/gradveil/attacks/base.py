@@ -3,7 +3,7 @@
 import dataclasses
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -99,7 +99,7 @@ class Attack(ABC):
     def reconstruct(
         self,
         task: Task,
-        updates: Update | Sequence[Update],
+        updates: Mapping[str, Tensor] | Sequence[Update],
         threat: ThreatModel,
         *,
         generator: torch.Generator | None = None,
@@ -115,9 +115,10 @@ class Attack(ABC):
             progress: called with (steps done, steps in all).
         """
         started = time.perf_counter()
-        victims = [updates] if isinstance(updates, Update) else list(updates)
+        victims = [Update(updates)] if isinstance(updates, Mapping) and not isinstance(updates, Update) else updates
+        victims = [victims] if isinstance(victims, Update) else list(victims)
         for update in victims:
-            _check_update(self.name, task, update)
+            _check_update(self.name, task, update, threat)
         if not victims:
             raise InputError(f"{self.name}: expected at least one update, got none")
         self.check_threat(task, threat)
@@ -129,6 +130,11 @@ class Attack(ABC):
                 raise InputError(
                     f"{self.name}: known_labels must have shape [{len(victims)}, {threat.batch_size}] "
                     f"(victims, batch size), got {list(labels.shape)}"
+                )
+            if labels.min() < 0 or labels.max() >= task.classes:
+                raise InputError(
+                    f"{self.name}: known_labels must lie in 0 to {task.classes - 1}, got {int(labels.min())} to "
+                    f"{int(labels.max())}"
                 )
         stacked = {name: torch.stack([update[name] for update in victims]) for name in task.parameters}
         generator = generator or fresh_generator(task.device)
@@ -184,7 +190,12 @@ class Attack(ABC):
         return f"gradveil.attack({self.name!r}{arguments})"
 
 
-def _check_update(owner: str, task: Task, update: Update) -> None:
+def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -> None:
+    if update.meta.samples and (update.meta.samples, update.meta.local) != (threat.batch_size, threat.local):
+        raise ThreatModelError(
+            f"{owner}: the update comes from {update.meta.samples} images and local steps {update.meta.local}, but the "
+            f"threat model says {threat.batch_size} and {threat.local}; make them agree"
+        )
     expected = {name: tuple(value.shape) for name, value in task.parameters.items()}
     got = {name: tuple(value.shape) for name, value in update.items()}
     if got != expected:

@@ -8,6 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, ThreatModel
 from gradveil.attacks.engine import Objective, Progress, adam
+from gradveil.errors import ThreatModelError
 from gradveil.task import Task
 
 
@@ -69,7 +70,8 @@ class InvertingGradients(Attack):
 
         def cost(candidate: Tensor, target: dict[str, Tensor], label: Tensor) -> Tensor:
             gradients = task.gradient(parameters, candidate, label)
-            return cosine_distance(gradients, target) + self.tv * total_variation(candidate)
+            distance = cosine_distance(gradients, target)
+            return distance + self.tv * total_variation(candidate) if self.tv else distance
 
         # Restarts are more victims: [restart of victim 0, restart of victim 0, ..., restart of victim 1, ...].
         repeated = {name: value.repeat_interleave(self.restarts, 0) for name, value in targets.items()}
@@ -89,6 +91,15 @@ class InvertingGradients(Attack):
         best = chosen + torch.arange(len(labels), device=chosen.device) * self.restarts
         return solution.candidates[best], losses, solution.iterations[best.cpu()]
 
+    def check_threat(self, task: Task, threat: ThreatModel) -> None:
+        """Total variation needs images."""
+        super().check_threat(task, threat)
+        if self.tv and len(task.input_shape) != 3:
+            raise ThreatModelError(
+                f"{self.name}: total variation is defined for images [channels, height, width], the inputs have shape "
+                f"{list(task.input_shape)}; use tv=0"
+            )
+
 
 def cosine_distance(gradients: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
     """One minus the cosine between two gradients, over all layers together."""
@@ -103,6 +114,6 @@ def cosine_distance(gradients: dict[str, Tensor], target: dict[str, Tensor]) -> 
 
 def total_variation(images: Tensor) -> Tensor:
     """Mean absolute difference of neighbouring pixels, down plus across."""
-    down = (images[..., 1:, :] - images[..., :-1, :]).abs().mean()
-    across = (images[..., :, 1:] - images[..., :, :-1]).abs().mean()
-    return down + across
+    down = (images[..., 1:, :] - images[..., :-1, :]).abs()
+    across = (images[..., :, 1:] - images[..., :, :-1]).abs()
+    return torch.stack([axis.mean() for axis in (down, across) if axis.numel()] or [images.new_zeros(())]).sum()

@@ -5,12 +5,13 @@ import hashlib
 import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.defenses import create as create_defense
-from gradveil.errors import ParameterError
+from gradveil.errors import DataError, ParameterError
 from gradveil.registry import format_spec, parse_spec
 
 DEFENSES = (
@@ -38,6 +39,7 @@ class AuditConfig:
         attacks: specs such as ``idlg:iterations=300``.
         victims: updates attacked under each defense.
         batch_size: images behind each update.
+        labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
         chunk: victims attacked together; an unfinished chunk runs again whole.
         rounds: federated training rounds behind accuracy, time and bytes.
         clients: clients in that training.
@@ -57,6 +59,7 @@ class AuditConfig:
     attacks: tuple[str, ...] = ATTACKS
     victims: int = 8
     batch_size: int = 1
+    labels: str = "infer"
     chunk: int = 8
     rounds: int = 200
     clients: int = 10
@@ -74,9 +77,10 @@ class AuditConfig:
         attacks = _unique("attack", [str(create_attack(spec)) for spec in self.attacks])
         if not attacks:
             raise ParameterError("audit: expected at least one attack, got none")
-        undefended = [] if "none" in defenses else ["none"]
+        checks.choice("audit", "labels", self.labels, ["infer", "known"])
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
-        set_field(self, "defenses", (*undefended, *defenses))
+        # First, because the others are measured against it.
+        set_field(self, "defenses", ("none", *(defense for defense in defenses if defense != "none")))
         set_field(self, "attacks", tuple(attacks))
         set_field(self, "model", format_spec(*parse_spec(self.model)))
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
@@ -122,3 +126,14 @@ def _unique(kind: str, specs: list[str]) -> list[str]:
         if specs.count(spec) > 1:
             raise ParameterError(f"audit: {kind} {spec} is given twice")
     return specs
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """What config.json holds; anything that is not one raises `DataError`."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path}: expected JSON, got something else ({error}); start a new audit") from error
+    if not isinstance(fields, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; start a new audit")
+    return fields

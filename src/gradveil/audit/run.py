@@ -1,7 +1,5 @@
 """Run an audit: attack every defense on the same victims, then train under every defense."""
 
-import dataclasses
-import json
 import math
 import os
 import platform
@@ -11,27 +9,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from PIL import Image
 from torch import Tensor
 
 import gradveil
-from gradveil import data, metrics, models, report
+from gradveil import data, metrics, models
 from gradveil.attacks import Attack, ThreatModel
 from gradveil.attacks import create as create_attack
-from gradveil.audit.config import AuditConfig
+from gradveil.audit.config import AuditConfig, read_config
 from gradveil.audit.store import JsonLines, Row, prepare_folder, write_json
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError
 from gradveil.federation import Training, train
-from gradveil.federation.local import performance_maintenance
+from gradveil.federation.local import as_batch, performance_maintenance, split_public
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 from gradveil.task import Task
+from gradveil.update import Update
 
 BLIND_GUESS = "blind-guess"
+RESULTS, UTILITY = "results.jsonl", "utility.jsonl"
 
 Tell = Callable[[int, int], None]
 
@@ -74,8 +76,8 @@ def run(
     *,
     resume: bool = False,
     progress: Callable[[Step], None] | None = None,
-) -> Path:
-    """Run what is missing of an audit and return the path of its report.
+) -> None:
+    """Run what is missing of an audit.
 
     Every finished row is on disk at once. After a crash or an interrupt, the same call with ``resume=True`` goes on;
     the rows are the same as those of an uninterrupted run.
@@ -86,10 +88,23 @@ def run(
         resume: go on in a folder that holds results of the same config.
         progress: called as the work proceeds.
     """
-    started = _start(config, folder, resume)
+    prepare_folder(folder)
+    try:
+        with FileLock(folder / ".lock", blocking=False):
+            _run(config, folder, resume, progress)
+    except Timeout as error:
+        raise OutputError(
+            f"audit: another audit is writing into {folder}; wait for it or choose another --out"
+        ) from error
+
+
+def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:
+    before = _earlier(config, folder, resume)
     bench = _Bench(config, folder)
-    if not started:
+    if before is None:
         write_json(folder / "config.json", bench.description())
+    else:
+        _refuse_other_circumstances(folder, before, bench.description())
     pieces = list(bench.pieces())
     for done, piece in enumerate(pieces):
 
@@ -99,7 +114,6 @@ def run(
 
         tell(0, 1)
         piece.work(tell)
-    return report.write(folder)
 
 
 def choose_threads(parameters: int) -> int:
@@ -107,26 +121,42 @@ def choose_threads(parameters: int) -> int:
     return 1 if parameters < 1_000_000 else os.cpu_count() or 1
 
 
-def _start(config: AuditConfig, folder: Path, resume: bool) -> bool:
-    """Prepare the folder; True if it holds an audit of this very config already."""
-    prepare_folder(folder)
+def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:
+    """What config.json says of an earlier run of this very config; None if the folder holds no audit."""
     path = folder / "config.json"
     if not path.exists():
-        return False
+        for name in (RESULTS, UTILITY):
+            if (folder / name).exists():
+                raise OutputError(
+                    f"audit: {folder} holds {name} but no config.json that tells what it is; choose another --out"
+                )
+        return None
     if not resume:
         raise OutputError(f"audit: {folder} holds an audit already; go on with --resume or choose another --out")
-    before = AuditConfig.from_json(json.loads(path.read_text()))
-    if before != config:
-        changed = [
-            f"{field.name} was {getattr(before, field.name)!r}, now {getattr(config, field.name)!r}"
-            for field in dataclasses.fields(config)
-            if getattr(before, field.name) != getattr(config, field.name)
-        ]
+    described = read_config(path)
+    before = AuditConfig.from_json(described)
+    _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
+    return described
+
+
+def _refuse_other_circumstances(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """The config may be the same and the rows not: other data of the same name, another version, new weights."""
+    decisive = ("gradveil", "torch", "dataset_source", "victim_labels", "input_shape", "parameters", "threads", "lpips")
+    _refuse_changes(
+        folder,
+        {name: before.get(name) for name in decisive},
+        {name: now[name] for name in decisive},
+        "or bring back what it ran with",
+    )
+
+
+def _refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], remedy: str) -> None:
+    changed = [f"{name} was {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
+    if changed:
         raise OutputError(
-            f"audit: {folder} holds another audit ({'; '.join(changed)}); choose another --out, "
-            "or resume that one by naming nothing but its --out"
+            f"audit: {folder} holds another audit ({'; '.join(changed)}), and rows of both would be mixed; "
+            f"choose another --out, {remedy}"
         )
-    return True
 
 
 @dataclass(frozen=True)
@@ -154,8 +184,8 @@ class _Bench:
             )
         self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
         self.blind, self.blind_psnr = self._guess_blindly()
-        self.results = JsonLines(folder / "results.jsonl")
-        self.utility = JsonLines(folder / "utility.jsonl")
+        self.results = JsonLines(folder / RESULTS)
+        self.utility = JsonLines(folder / UTILITY)
 
     def _build_task(self) -> Task:
         name, parameters = parse_spec(self.config.model)
@@ -192,12 +222,12 @@ class _Bench:
             "gradveil": gradveil.__version__,
             "command": self.config.command,
             **self.config.to_json(),
-            "labels": "infer",
             "dataset_source": self.dataset.source,
             "input_shape": list(self.input_shape),
             "classes": list(self.dataset.classes),
             "parameters": self.task.size,
             "victim_labels": self.labels.tolist(),
+            "lpips": self.scorer.lpips is not None,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
@@ -207,7 +237,7 @@ class _Bench:
 
     def pieces(self) -> Iterator[_Piece]:
         """All pieces of work whose rows are not on disk yet, in their order."""
-        finished = {(row["defense_spec"], row["attack_spec"], row["victim"]) for row in self.results.rows}
+        finished = {(row.get("defense_spec"), row.get("attack_spec"), row.get("victim")) for row in self.results.rows}
         victims = range(self.config.victims)
         if any((None, BLIND_GUESS, victim) not in finished for victim in victims):
             yield _Piece("blind guess", partial(self._score_blind_guess, finished))
@@ -219,12 +249,12 @@ class _Bench:
                     if missing:
                         work = partial(self._attack, defense, attack, chunk, missing)
                         yield _Piece(f"{attack.name} against {defense.name}", work)
-        trained = {row["defense_spec"] for row in self.utility.rows}
+        trained = {row.get("defense_spec") for row in self.utility.rows}
         for defense in map(create_defense, self.config.defenses):
             if str(defense) not in trained:
                 yield _Piece(f"training under {defense.name}", partial(self._train, defense))
 
-    def _score_blind_guess(self, finished: set[tuple[str | None, str, int]], tell: Tell) -> None:
+    def _score_blind_guess(self, finished: set[tuple[Any, Any, Any]], tell: Tell) -> None:
         for victim in range(self.config.victims):
             self._save_image("original", victim, self.images[victim])
         self.results.append(
@@ -251,24 +281,26 @@ class _Bench:
         tell: Tell,
     ) -> None:
         """Attack a whole chunk, so that each row is what it would be in any other run; keep what is missing."""
-        seed = self.config.seed
-        task = defense.prepare(self.task, generator=derived_generator(seed, "prepare", str(defense)))
-        updates = [
-            defense.share(
-                task,
-                self.images[victim],
-                self.labels[victim],
-                generator=derived_generator(seed, "share", str(defense), victim),
-                memory={},
-            )
-            for victim in chunk
-        ]
-        seen = [defense.visible([update])[0] for update in updates]
+        seed, device = self.config.seed, self.task.device
+
+        def randomness(*path: object) -> torch.Generator:
+            return derived_generator(seed, *path, device=device)
+
+        public, _ = split_public(self.dataset.train, seed)
+        task = defense.prepare(
+            self.task,
+            public=as_batch(self.task, self.dataset.train.batch(public)),
+            generator=randomness("prepare", str(defense)),
+        )
+        updates = [self._share(defense, task, victim, randomness) for victim in chunk]
+        known = self.labels[chunk.start : chunk.stop] if self.config.labels == "known" else None
         found = attack.reconstruct(
             task,
-            seen,
-            ThreatModel(batch_size=self.config.batch_size, defense=defense),
-            generator=derived_generator(seed, "attack", str(attack), chunk.start),
+            [defense.visible([update])[0] for update in updates],
+            ThreatModel(
+                labels=self.config.labels, batch_size=self.config.batch_size, defense=defense, known_labels=known
+            ),
+            generator=randomness("attack", str(attack), chunk.start),
             progress=tell,
         )
         self.results.append(
@@ -286,6 +318,17 @@ class _Bench:
             if victim in missing
         )
 
+    def _share(self, defense: Defense, task: Task, victim: int, randomness: Callable[..., torch.Generator]) -> Update:
+        """What the victim shares in its first round, alone in it."""
+        batch = as_batch(task, (self.images[victim], self.labels[victim]))
+        memory: dict[str, Tensor] = {}
+        announced = defense.announce(
+            task, *batch, generator=randomness("announce", str(defense), victim), memory=memory
+        )
+        return defense.share(
+            task, *batch, generator=randomness("share", str(defense), victim), memory=memory, public=announced
+        )
+
     def _row(
         self,
         defense: Defense | None,
@@ -299,7 +342,7 @@ class _Bench:
         seconds: float,
     ) -> Row:
         score = self.scorer.score(
-            self.images[victim], images.float(), self.labels[victim], labels, self.blind_psnr[victim]
+            self.images[victim], images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim]
         )
         stem = _slug(f"{defense}-{attack}") if attack else BLIND_GUESS
         return {
@@ -316,7 +359,7 @@ class _Bench:
             "victim": victim,
             "batch_size": self.config.batch_size,
             **score,
-            "loss": loss if loss is None or math.isfinite(loss) else None,
+            "loss": None if loss is None else _finite(loss),
             "iterations": iterations,
             "seconds": round(seconds, 3),
             "image": self._save_image(stem, victim, images),
@@ -342,8 +385,8 @@ class _Bench:
             seed=config.seed,
         )
         result = train(self.task, self.dataset, defense, training, progress=tell)
-        undefended = [row for row in self.utility.rows if row["defense_spec"] == "none"]
-        baseline = undefended[0]["accuracy"] if undefended else result.accuracy  # "none" is trained first
+        undefended = [row["accuracy"] for row in self.utility.rows if row["defense_spec"] == "none"]
+        baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         self.utility.append(
             [
                 {
@@ -353,14 +396,20 @@ class _Bench:
                     "accuracy": result.accuracy,
                     "baseline_accuracy": baseline,
                     "pmm": performance_maintenance(result.accuracy, baseline, self.dataset.test),
-                    "loss": result.loss if math.isfinite(result.loss) else None,
-                    "round_seconds": result.round_seconds,
-                    "upload_bytes": result.upload_bytes,
-                    "download_bytes": result.download_bytes,
+                    "loss": _finite(result.loss),
+                    "round_seconds": _finite(result.round_seconds),
+                    "upload_bytes": _finite(result.upload_bytes),
+                    "download_bytes": _finite(result.download_bytes),
                     "history": [accuracy for _, accuracy in result.history],
+                    "diverged": result.diverged,
                 }
             ]
         )
+
+
+def _finite(value: float) -> float | None:
+    """JSON has no word for NaN and infinity."""
+    return value if math.isfinite(value) else None
 
 
 def _slug(text: str) -> str:

@@ -60,6 +60,8 @@ class JsonLines:
                 raise DataError(
                     f"{self.path}: line {number} is not JSON ({error}); mend or remove the line, or start a new audit"
                 ) from error
+            if not isinstance(row, dict):
+                raise DataError(f"{self.path}: line {number} is not a JSON object; mend or remove it, or start anew")
             self.rows.append(row)
 
     def append(self, rows: Iterable[Row]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.errors import InputError, ParameterError
+from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
 from gradveil.registry import Registry, format_spec
 from gradveil.task import Task
@@ -455,7 +455,7 @@ def _check_finite(owner: str, gradients: Mapping[str, Tensor]) -> None:
                 "that are not trained"
             )
         if not torch.isfinite(value).all():
-            raise InputError(
+            raise NotFiniteError(
                 f"{owner}: gradients must be finite, got NaN or Inf in {name!r}; "
                 "lower the learning rate or check the data"
             )

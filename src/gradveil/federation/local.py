@@ -1,8 +1,9 @@
 """Federated training in one process: what a defense costs in accuracy, time and bytes."""
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from gradveil import checks, wire
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.errors import ParameterError
+from gradveil.errors import NotFiniteError, ParameterError
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps
@@ -82,6 +83,7 @@ class TrainingResult:
         upload_bytes: mean length of one client's encoded update.
         download_bytes: mean length of the encoded aggregate that each client gets back.
         history: (round, accuracy) at each evaluation.
+        diverged: the round in which gradients or weights stopped being finite and the training ended; else None.
 
     Example:
         >>> TrainingResult.__dataclass_fields__["accuracy"].type
@@ -95,6 +97,7 @@ class TrainingResult:
     upload_bytes: float
     download_bytes: float
     history: list[tuple[int, float]]
+    diverged: int | None = None
 
 
 def train(
@@ -115,14 +118,7 @@ def train(
         progress: called with (rounds done, rounds in all).
     """
     seed = training.seed
-    shuffled = torch.randperm(len(dataset.train), generator=derived_generator(seed, "public"))
-    if len(shuffled) <= PUBLIC_SAMPLES:
-        raise ParameterError(
-            f"train: expected more than {PUBLIC_SAMPLES} training images ({PUBLIC_SAMPLES} are the public set), "
-            f"got {len(shuffled)}"
-        )
-    public = _on(task, dataset.train.batch(shuffled[:PUBLIC_SAMPLES]))
-    private = shuffled[PUBLIC_SAMPLES:]
+    public, private = split_public(dataset.train, seed)
     shares = [
         private[share]
         for share in partition(
@@ -134,67 +130,93 @@ def train(
             seed=seed,
         )
     ]
-    task = defense.prepare(task, public=public, generator=derived_generator(seed, "prepare", device=task.device))
+    task = defense.prepare(
+        task,
+        public=as_batch(task, dataset.train.batch(public)),
+        generator=derived_generator(seed, "prepare", device=task.device),
+    )
     parameters, buffers = task.parameters, task.buffers
     velocity = {name: torch.zeros_like(value) for name, value in parameters.items()}
     memories: dict[int, dict[str, Tensor]] = defaultdict(dict)
     server_memory: dict[str, Tensor] = {}
     seconds, uploads, downloads, history = [], [], [], []
+    diverged = None
 
     for number in range(training.rounds):
         current = task.with_parameters(parameters, buffers)
         chosen = torch.randperm(training.clients, generator=derived_generator(seed, "clients", number))
         chosen = chosen[: training.clients_per_round]
-        batches = {
-            client: _on(task, dataset.train.batch(_draw(shares[client], training.batch_size, seed, number, client)))
-            for client in chosen.tolist()
-        }
+        drawn = {client: _draw(shares[client], training.batch_size, seed, number, client) for client in chosen.tolist()}
+        batches = {client: as_batch(task, dataset.train.batch(indices)) for client, indices in drawn.items()}
         started = time.perf_counter()
 
         def randomness(client: int, purpose: str, number: int = number) -> torch.Generator:
             return derived_generator(seed, purpose, number, client, device=task.device)
 
         elected = next(iter(batches))
-        announced = defense.announce(
-            current, *batches[elected], generator=randomness(elected, "announce"), memory=memories[elected]
-        )
-        updates = [
-            defense.share(
-                current,
-                *batch,
-                generator=randomness(client, "share"),
-                memory=memories[client],
-                public=announced,
-                local=training.local,
+        try:
+            announced = defense.announce(
+                current, *batches[elected], generator=randomness(elected, "announce"), memory=memories[elected]
             )
-            for client, batch in batches.items()
-        ]
+            updates = [
+                defense.share(
+                    current,
+                    *batch,
+                    generator=randomness(client, "share"),
+                    memory=memories[client],
+                    public=announced,
+                    local=training.local,
+                )
+                for client, batch in batches.items()
+            ]
+        except NotFiniteError:
+            diverged = number
+            break
         weights = [update.meta.samples for update in updates]
         aggregate = defense.aggregate(updates, weights=weights, memory=server_memory, public=announced)
         for name, value in aggregate.items():
             velocity[name] = training.momentum * velocity[name] + value
-        parameters = {name: value - training.lr * velocity[name] for name, value in parameters.items()}
-        buffers = {**buffers, **aggregate.meta.buffers}
+        moved = {name: value - training.lr * velocity[name] for name, value in parameters.items()}
+        if not all(torch.isfinite(value).all() for value in moved.values()):
+            diverged = number
+            break
+        parameters, buffers = moved, {**buffers, **aggregate.meta.buffers}
         seconds.append(time.perf_counter() - started)
 
         uploads += [len(wire.encode(update)) for update in updates]
         downloads.append(len(wire.encode(aggregate)))
         done = number + 1
-        if done == training.rounds or (training.evaluate_every and done % training.evaluate_every == 0):
-            accuracy, loss = evaluate(task.with_parameters(parameters, buffers), dataset.test)
-            history.append((done, accuracy))
+        if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
+            history.append((done, evaluate(task.with_parameters(parameters, buffers), dataset.test)[0]))
         if progress:
             progress(done, training.rounds)
 
     trained = task.with_parameters(parameters, buffers)
-    return TrainingResult(trained, accuracy, loss, fmean(seconds), fmean(uploads), fmean(downloads), history)
+    accuracy, loss = evaluate(trained, dataset.test)
+    history.append((len(seconds), accuracy))
+    return TrainingResult(trained, accuracy, loss, _mean(seconds), _mean(uploads), _mean(downloads), history, diverged)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else math.nan
+
+
+def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the public images, and of those that are left for the clients."""
+    if len(train_split) <= PUBLIC_SAMPLES:
+        raise ParameterError(
+            f"train: expected more than {PUBLIC_SAMPLES} training images ({PUBLIC_SAMPLES} are the public set), "
+            f"got {len(train_split)}"
+        )
+    shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))
+    return shuffled[:PUBLIC_SAMPLES], shuffled[PUBLIC_SAMPLES:]
 
 
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
     """Accuracy in [0, 1] and mean cross-entropy on a split."""
     correct, total_loss = 0, 0.0
     for indices in torch.split(torch.arange(len(split)), 512):
-        images, labels = _on(task, split.batch(indices))
+        images, labels = as_batch(task, split.batch(indices))
         logits = task.predict(images)
         correct += int((logits.argmax(1) == labels).sum())
         total_loss += float(F.cross_entropy(logits, labels, reduction="sum"))
@@ -215,6 +237,7 @@ def _draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -
     return share[order[:batch_size]]
 
 
-def _on(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def as_batch(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Images and labels in the task's precision and on its device."""
     images, labels = batch
     return images.to(task.device, task.dtype), labels.to(task.device)

@@ -269,6 +269,12 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
                 f"`{audit.short(attack)}` recovers more under {_names(better)} than undefended, which a "
                 "sound attack should not: it had not converged or was lucky."
             )
+    fed_back = [defense for defense in audit.real_defenses if "+error-feedback" in defense]
+    if fed_back:
+        yield (
+            f"{_names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
+            "held back; over many rounds it sends it all."
+        )
     stopped = any(outcome(audit, defense) is Outcome.STOPS for defense in audit.real_defenses)
     if stopped and not any(row.adaptive for row in audit.attempts):
         yield "No attacker was adapted to the defense it met; one that knows the defense may recover more."

@@ -49,6 +49,7 @@ class Utility:
     upload_bytes: float | None
     download_bytes: float | None
     history: tuple[float, ...]
+    diverged: bool
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,12 @@ class _Fields:
             raise self._wrong(key, "a number")
         return value
 
-    def optional_number(self, key: str, *, finite: bool = True) -> float | None:
+    def optional_number(self, key: str) -> float | None:
         value = self.values.get(key)
         if value is None:
             return None
-        if not isinstance(value, int | float) or (finite and not math.isfinite(value)):
-            raise self._wrong(key, "a finite number" if finite else "a number")
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._wrong(key, "a finite number")
         return float(value)
 
     def count(self, key: str) -> int:
@@ -252,11 +253,12 @@ def _utility(fields: _Fields) -> Utility:
         accuracy=fields.number("accuracy"),
         baseline_accuracy=fields.optional_number("baseline_accuracy"),
         pmm=fields.optional_number("pmm"),
-        loss=fields.optional_number("loss", finite=False),  # a training may diverge
+        loss=fields.optional_number("loss"),
         round_seconds=fields.optional_number("round_seconds"),
         upload_bytes=fields.optional_number("upload_bytes"),
         download_bytes=fields.optional_number("download_bytes"),
         history=fields.numbers("history"),
+        diverged=fields.values.get("diverged") is not None,
     )
 
 

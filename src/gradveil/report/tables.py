@@ -1,6 +1,5 @@
 """The two tables of a report, ready to print, to show and to sort."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -112,8 +111,7 @@ def _utility_cells(row: Utility, base: Utility | None, with_history: bool) -> It
     yield Cell(row.defense, row.defense)
     yield _share(row.accuracy)
     yield _share(row.pmm)
-    diverged = row.loss is not None and not math.isfinite(row.loss)
-    yield Cell("diverged", None) if diverged else _decimal(row.loss, 3)
+    yield Cell("diverged", None) if row.diverged else _decimal(row.loss, 3)
     yield _seconds(row.round_seconds, base.round_seconds if base else None)
     yield _size(row.upload_bytes, base.upload_bytes if base else None)
     yield _size(row.download_bytes, base.download_bytes if base else None)
