@@ -73,7 +73,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
     ("words", "message"),
     [
         (["audit", "--defense", "dual-prunning"], "unknown defense 'dual-prunning'; did you mean dual-pruning"),
-        (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean idlg"),
+        (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean dlg or idlg"),
         (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
         (["audit", "--defense", "top-k:keep=2"], "top-k: keep must be a number above 0 and at most 1, got 2"),

@@ -38,6 +38,11 @@ class LocalSteps:
         checks.number("LocalSteps", "lr", self.lr, above=0)
 
 
+def steps_of(local: LocalSteps | None, images: int) -> int:
+    """How many gradients an update sums."""
+    return 1 if local is None else local.epochs * math.ceil(images / (local.batch_size or images))
+
+
 @dataclass
 class Meta:
     """What is known about an update besides its values.

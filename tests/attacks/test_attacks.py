@@ -5,10 +5,10 @@ import torch
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks.inverting_gradients import cosine_distance, total_variation
+from gradveil.attacks.matching import cosine_distance, total_variation
 from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 
-QUICK = {"idlg": {"iterations": 20}, "inverting-gradients": {"iterations": 20}}
+QUICK = {"dlg": {"iterations": 20}, "idlg": {"iterations": 20}, "inverting-gradients": {"iterations": 20}}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
 def test_an_attack_is_never_given_the_data(name):
     """It gets the task, the updates and the threat model; none of them holds the victim's images."""
     taken = inspect.signature(gradveil.attack(name).reconstruct).parameters
-    assert list(taken) == ["task", "updates", "threat", "generator", "progress"]
+    assert list(taken) == ["task", "updates", "threat", "generator", "progress", "execution"]
 
 
 def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
@@ -163,8 +163,6 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, update, gradveil.ThreatModel(adaptive=True, batch_size=3))
     local = gradveil.LocalSteps()
     stepped = gradveil.defense("none").share(tiny_task, *tiny_batch, local=local)
-    with pytest.raises(ThreatModelError, match="attacks a single gradient"):
-        attack.reconstruct(tiny_task, stepped, gradveil.ThreatModel(local=local, batch_size=3))
     with pytest.raises(ThreatModelError, match="comes from 3 images and local steps LocalSteps"):
         attack.reconstruct(tiny_task, stepped, gradveil.ThreatModel(batch_size=3))
     with pytest.raises(ThreatModelError, match="comes from 3 images .* threat model says 1"):

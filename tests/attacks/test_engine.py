@@ -98,12 +98,13 @@ def test_adam_keeps_the_box_and_the_best_candidate():
         lr=0.1,
         signed=True,
         box=(0.0, 1.0),
-        progress=lambda done, total: seen.append((done, total)),
+        progress=lambda done, total, left: seen.append((done, total, left)),
     )
     assert found.candidates[0].item() == 1.0
     assert found.candidates[1].item() == pytest.approx(0.5, abs=0.02)
-    assert seen[0] == (1, 100)
-    assert seen[-1] == (100, 100)
+    assert seen[0][:2] == (1, 100)
+    assert seen[0][2] > 0
+    assert seen[-1] == (100, 100, 0.0)
 
 
 def test_the_step_size_falls_at_the_milestones():

@@ -9,7 +9,7 @@ from gradveil.errors import ParameterError, UnknownNameError
 
 def test_equal_methods_are_one_config():
     a = AuditConfig(defenses=("top-k:keep=.20",), attacks=("idlg",))
-    b = AuditConfig(defenses=("none", "top-k"), attacks=("idlg:iterations=300",))
+    b = AuditConfig(defenses=("none", "top-k"), attacks=("idlg:restarts=1,iterations=300",))
     assert a == b
     assert a.digest == b.digest
     assert default_folder(a) == default_folder(b)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.engine import Progress, Solution
 from gradveil.attacks.labels import infer_labels
 from gradveil.defenses import Defense
 from gradveil.errors import InputError, ParameterError, ThreatModelError
@@ -71,6 +71,8 @@ class Reconstruction:
         loss: ``[victims]``, the attacker's own objective, by which it chose this result.
         iterations: ``[victims]``, steps taken.
         seconds: wall time of the whole call.
+        execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
+        interrupted: True if Ctrl-C ended the search; then this is the best so far.
 
     Example:
         >>> empty = torch.zeros(2, 1, 3, 8, 8)
@@ -83,6 +85,25 @@ class Reconstruction:
     loss: Tensor
     iterations: Tensor
     seconds: float
+    execution: str = "loop"
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `Attack.run` returns.
+
+    Args:
+        inputs: ``[victims, images, *input_shape]``.
+        solution: losses and iterations of the optimiser.
+        execution: how the victims were evaluated.
+        labels: ``[victims, images]`` where the attack found labels of its own; None: those it was given.
+    """
+
+    inputs: Tensor
+    solution: Solution
+    execution: str
+    labels: Tensor | None = None
 
 
 class Attack(ABC):
@@ -104,6 +125,7 @@ class Attack(ABC):
         *,
         generator: torch.Generator | None = None,
         progress: Progress | None = None,
+        execution: str = "auto",
     ) -> Reconstruction:
         """Attack one update, or a list of independent victims together.
 
@@ -112,7 +134,8 @@ class Attack(ABC):
             updates: what the server saw.
             threat: what the attacker may know and use.
             generator: the attacker's randomness (starting points); default: fresh entropy.
-            progress: called with (steps done, steps in all).
+            progress: called with (steps done, steps in all, seconds left).
+            execution: ``"loop"``, ``"batch"``, ``"compile"``, or ``"auto"``: whichever is faster, found by timing.
         """
         started = time.perf_counter()
         victims = [Update(updates)] if isinstance(updates, Mapping) and not isinstance(updates, Update) else updates
@@ -123,7 +146,7 @@ class Attack(ABC):
             raise InputError(f"{self.name}: expected at least one update, got none")
         self.check_threat(task, threat)
         if threat.known_labels is None:
-            labels = torch.stack([infer_labels(task, update, threat.batch_size) for update in victims])
+            labels = torch.stack([infer_labels(task, update, threat.batch_size, threat.local) for update in victims])
         else:
             labels = threat.known_labels.to(task.device)
             if labels.shape != (len(victims), threat.batch_size):
@@ -138,8 +161,16 @@ class Attack(ABC):
                 )
         stacked = {name: torch.stack([update[name] for update in victims]) for name in task.parameters}
         generator = generator or fresh_generator(task.device)
-        inputs, loss, iterations = self.run(task, stacked, labels, threat, generator, progress)
-        return Reconstruction(inputs, labels, loss, iterations, time.perf_counter() - started)
+        found = self.run(task, stacked, labels, threat, generator, progress, execution)
+        return Reconstruction(
+            inputs=found.inputs.to(task.dtype),
+            labels=labels if found.labels is None else found.labels,
+            loss=found.solution.losses,
+            iterations=found.solution.iterations,
+            seconds=time.perf_counter() - started,
+            execution=found.execution,
+            interrupted=found.solution.interrupted,
+        )
 
     @abstractmethod
     def run(
@@ -150,8 +181,9 @@ class Attack(ABC):
         threat: ThreatModel,
         generator: torch.Generator,
         progress: Progress | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return inputs ``[victims, images, *input_shape]``, losses ``[victims]`` and iterations ``[victims]``.
+        execution: str,
+    ) -> Found:
+        """Search for the inputs behind the updates.
 
         Args:
             task: the model at the weights the victims saw.
@@ -159,15 +191,12 @@ class Attack(ABC):
             labels: ``[victims, images]``.
             threat: what the attacker may know and use.
             generator: the attacker's randomness.
-            progress: called with (steps done, steps in all).
+            progress: called with (steps done, steps in all, seconds left).
+            execution: how to evaluate the victims, see `engine.Objective`.
         """
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what this attack cannot do or needs but is not granted."""
-        if threat.local is not None:
-            raise ThreatModelError(
-                f"{self.name}: attacks a single gradient, but the threat model has local steps {threat.local}"
-            )
         if threat.adaptive:
             raise ThreatModelError(f"{self.name}: has no adaptive form yet; use ThreatModel(adaptive=False)")
         if threat.labels == "infer" and task.classifier is None:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, ThreatModel
-from gradveil.attacks.engine import Objective, Progress, lbfgs
+from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.engine import Progress
+from gradveil.attacks.matching import Search, match, squared_distance
 from gradveil.task import Task
 
 
@@ -23,6 +24,7 @@ class IDLG(Attack):
 
     Args:
         iterations: L-BFGS steps.
+        restarts: independent starting points; the best by the attacker's own loss is returned.
 
     References:
         Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020.
@@ -43,9 +45,11 @@ class IDLG(Attack):
     paper = "Zhao et al., 2020"
 
     iterations: int = 300
+    restarts: int = 1
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
+        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
 
     def run(
         self,
@@ -55,17 +59,13 @@ class IDLG(Attack):
         threat: ThreatModel,
         generator: torch.Generator,
         progress: Progress | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        execution: str,
+    ) -> Found:
         """Minimise the squared distance of gradients."""
-        precise = task.to(torch.float64)
-        parameters = precise.parameters
-
-        def cost(candidate: Tensor, target: dict[str, Tensor], label: Tensor) -> Tensor:
-            gradients = precise.gradient(parameters, candidate, label)
-            return torch.stack([(gradients[name] - target[name]).square().sum() for name in target]).sum()
-
-        objective = Objective(cost, {name: value.double() for name, value in targets.items()}, labels)
-        shape = (*labels.shape, *task.input_shape)
+        search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
+        shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=task.device)
-        solution = lbfgs(objective, start, iterations=self.iterations, progress=progress)
-        return solution.candidates.to(task.dtype), solution.losses, solution.iterations
+        solution, used = match(
+            task, targets, labels, start, search, distance=squared_distance, local=threat.local, progress=progress
+        )
+        return Found(solution.candidates, solution, used)

@@ -6,10 +6,14 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, ThreatModel
-from gradveil.attacks.engine import Objective, Progress, adam
+from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.engine import Progress
+from gradveil.attacks.matching import Search, cosine_distance, match, total_variation
 from gradveil.errors import ThreatModelError
-from gradveil.task import Task
+from gradveil.task import Gradients, Task
+
+SMOOTHING = (5.0, 20.0, 80.0)
+"""Sharpness of the rounded ReLUs in the three stages of the L-BFGS form."""
 
 
 @ATTACKS.register("inverting-gradients")
@@ -19,13 +23,21 @@ class InvertingGradients(Attack):
 
     .. math:: \min_{x \in [0, 1]} 1 - \frac{\langle \nabla L(x, y), u \rangle}{|\nabla L(x, y)| |u|} + tv \cdot TV(x)
 
-    by Adam on the signs of the gradients; the step size falls to a tenth after 3/8, 5/8 and 7/8 of the iterations.
-    TV is the mean absolute difference of neighbouring pixels. The cosine runs over all layers together.
+    In the paper's form (``optimiser="adam"``) by Adam on the signs of the gradients; the step size falls to a tenth
+    after 3/8, 5/8 and 7/8 of the iterations. TV is the mean absolute difference of neighbouring pixels. The cosine
+    runs over all layers together.
+
+    ``optimiser="lbfgs"`` is our stronger form. The gradients of a ReLU network jump wherever a unit switches, so the
+    cost has no slope that says which units should, and Adam ends far above the cost of the true image. Here the kinks
+    are rounded off (`Task.smoothed`), the smooth cost is minimised by L-BFGS in float64, and the result starts the
+    next, sharper stage. On a ReLU LeNet with CIFAR-10 that takes the median from 17 to above 22 dB in the same time.
 
     Args:
-        iterations: Adam steps.
-        lr: step size in image units.
+        iterations: steps; of the L-BFGS form, in each of its three stages.
+        optimiser: ``"adam"`` or ``"lbfgs"``.
+        lr: Adam's step size in image units.
         tv: weight of the total variation.
+        layer_decay: layer l (a parameter tensor, counted from the input) counts layer_decay^l times; 1: all alike.
         restarts: independent starting points; the best by the attacker's own loss is returned.
 
     References:
@@ -46,14 +58,18 @@ class InvertingGradients(Attack):
     paper = "Geiping et al., NeurIPS 2020"
 
     iterations: int = 1000
+    optimiser: str = "adam"
     lr: float = 0.02
     tv: float = 1e-2
+    layer_decay: float = 1.0
     restarts: int = 1
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
+        checks.choice(self.name, "optimiser", self.optimiser, ["adam", "lbfgs"])
         self.lr = checks.number(self.name, "lr", self.lr, above=0)
         self.tv = checks.number(self.name, "tv", self.tv, low=0)
+        self.layer_decay = checks.number(self.name, "layer_decay", self.layer_decay, above=0)
         self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
 
     def run(
@@ -64,32 +80,47 @@ class InvertingGradients(Attack):
         threat: ThreatModel,
         generator: torch.Generator,
         progress: Progress | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        execution: str,
+    ) -> Found:
         """Minimise one minus the cosine, plus the total variation."""
-        parameters = task.parameters
+        smooth = self.optimiser == "lbfgs"
+        weights = {name: self.layer_decay**place for place, name in enumerate(targets)}
 
-        def cost(candidate: Tensor, target: dict[str, Tensor], label: Tensor) -> Tensor:
-            gradients = task.gradient(parameters, candidate, label)
-            distance = cosine_distance(gradients, target)
-            return distance + self.tv * total_variation(candidate) if self.tv else distance
+        def distance(gradients: Gradients, target: Gradients) -> Tensor:
+            if self.layer_decay == 1:
+                return cosine_distance(gradients, target)
+            return cosine_distance(weighted(gradients), weighted(target))
 
-        # Restarts are more victims: [restart of victim 0, restart of victim 0, ..., restart of victim 1, ...].
-        repeated = {name: value.repeat_interleave(self.restarts, 0) for name, value in targets.items()}
-        objective = Objective(cost, repeated, labels.repeat_interleave(self.restarts, 0))
+        def weighted(gradients: Gradients) -> Gradients:
+            return {name: weights[name] * value for name, value in gradients.items()}
+
+        def prior(images: Tensor) -> Tensor:
+            return self.tv * total_variation(images, rounding=1e-2 if smooth else 0.0)
+
+        search = Search(
+            self.optimiser,
+            self.iterations,
+            lr=self.lr,
+            restarts=self.restarts,
+            smoothing=SMOOTHING if smooth and task.has_kinks else (),
+            execution=execution,
+        )
         shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-        solution = adam(
-            objective,
+        if smooth:
+            start = 0.45 + 0.1 * start  # nearly grey: smooth like an image
+        solution, used = match(
+            task,
+            targets,
+            labels,
             start,
-            iterations=self.iterations,
-            lr=self.lr,
-            signed=True,
-            box=(0.0, 1.0),
+            search,
+            distance=distance,
+            prior=prior if self.tv else None,
+            local=threat.local,
             progress=progress,
         )
-        losses, chosen = solution.losses.view(-1, self.restarts).min(1)
-        best = chosen + torch.arange(len(labels), device=chosen.device) * self.restarts
-        return solution.candidates[best], losses, solution.iterations[best.cpu()]
+        return Found(solution.candidates, solution, used)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images."""
@@ -99,21 +130,3 @@ class InvertingGradients(Attack):
                 f"{self.name}: total variation is defined for images [channels, height, width], the inputs have shape "
                 f"{list(task.input_shape)}; use tv=0"
             )
-
-
-def cosine_distance(gradients: dict[str, Tensor], target: dict[str, Tensor]) -> Tensor:
-    """One minus the cosine between two gradients, over all layers together."""
-    tiny = torch.finfo(next(iter(gradients.values())).dtype).tiny
-
-    def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(a[name] * b[name]).sum() for name in target]).sum()
-
-    lengths = dot(gradients, gradients).clamp_min(tiny) * dot(target, target).clamp_min(tiny)
-    return 1 - dot(gradients, target) / lengths.sqrt()
-
-
-def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, down plus across."""
-    down = (images[..., 1:, :] - images[..., :-1, :]).abs()
-    across = (images[..., :, 1:] - images[..., :, :-1]).abs()
-    return torch.stack([axis.mean() for axis in (down, across) if axis.numel()] or [images.new_zeros(())]).sum()

@@ -6,10 +6,10 @@ from torch import Tensor
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import Update
+from gradveil.update import LocalSteps, Update, steps_of
 
 
-def infer_labels(task: Task, update: Update, batch_size: int) -> Tensor:
+def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps | None = None) -> Tensor:
     r"""The labels behind an update, sorted, ``[batch_size]``.
 
     With cross-entropy the bias gradient of class c is ``mean_i p_ic - count_c / batch_size``: for one image only the
@@ -31,6 +31,7 @@ def infer_labels(task: Task, update: Update, batch_size: int) -> Tensor:
         )
     if batch_size == 1:
         return pull.argmin()[None]
+    pull = pull / steps_of(local, batch_size)  # an update sums the gradients of its local steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )

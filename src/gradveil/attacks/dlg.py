@@ -1,0 +1,93 @@
+"""DLG: match the gradient by L-BFGS, inputs and labels together."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.engine import Progress
+from gradveil.attacks.matching import Search, match, squared_distance
+from gradveil.task import Task
+
+
+@ATTACKS.register("dlg")
+@dataclass(repr=False)
+class DLG(Attack):
+    r"""Deep Leakage from Gradients: find inputs *and* soft labels whose gradient equals the shared one.
+
+    .. math:: \min_{x, z} \sum_l |\nabla_{W_l} L(x, softmax(z)) - u_l|^2
+
+    L-BFGS as in `idlg`. The label it reports is the largest entry of z. Known labels are not used: that is iDLG.
+
+    Args:
+        iterations: L-BFGS steps.
+        restarts: independent starting points; the best by the attacker's own loss is returned.
+
+    References:
+        Zhu, Liu and Han, Deep Leakage from Gradients, NeurIPS 2019.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3, activation="sigmoid")
+        >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> image, label = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> update = gradveil.defense("none").share(task, image, label)
+        >>> found = DLG(iterations=200, restarts=4).reconstruct(task, update, ThreatModel())
+        >>> found.labels.tolist()
+        [[2]]
+    """
+
+    paper = "Zhu et al., NeurIPS 2019"
+
+    iterations: int = 300
+    restarts: int = 1
+
+    def __post_init__(self) -> None:
+        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
+        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
+
+    def run(
+        self,
+        task: Task,
+        targets: dict[str, Tensor],
+        labels: Tensor,
+        threat: ThreatModel,
+        generator: torch.Generator,
+        progress: Progress | None,
+        execution: str,
+    ) -> Found:
+        """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
+        images = labels.shape[1]
+        pixels = images * math.prod(task.input_shape)
+
+        def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
+            logits = candidate[pixels:].view(images, task.classes)
+            return candidate[:pixels].view(images, *task.input_shape), logits.softmax(1)
+
+        options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": task.device}
+        start = torch.stack(  # victim by victim, so that each starts where it would alone
+            [
+                torch.cat([torch.rand(pixels, **options), torch.randn(images * task.classes, **options)])
+                for _ in range(len(labels) * self.restarts)
+            ]
+        )
+        search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
+        solution, used = match(
+            task,
+            targets,
+            labels,
+            start,
+            search,
+            distance=squared_distance,
+            local=threat.local,
+            unpack=unpack,
+            progress=progress,
+        )
+        inputs = solution.candidates[:, :pixels].view(len(labels), images, *task.input_shape)
+        found = solution.candidates[:, pixels:].view(len(labels), images, task.classes).argmax(2)
+        return Found(inputs, solution, used, found)

@@ -1,0 +1,175 @@
+"""What the gradient-matching attacks share: a cost from a distance and a prior, and the way to its minimum."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restart, lbfgs
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps, steps_of
+
+Distance = Callable[[Gradients, Gradients], Tensor]
+Prior = Callable[[Tensor], Tensor]
+
+# Memory of one victim's evaluation, in units of its activations and the model's parameters together; measured peaks
+# are 4 to 9 (lenet, convnet, resnet18), see benchmarks/attack_speed.py.
+VALUES_PER_UNIT = 12
+
+
+@dataclass(frozen=True)
+class Search:
+    """How a minimum is looked for.
+
+    Args:
+        optimiser: ``"lbfgs"`` (float64, for smooth costs) or ``"adam"``.
+        iterations: steps, in each stage of the smoothing.
+        lr: Adam's step size in image units.
+        signed: Adam on the signs of the gradients.
+        restarts: independent starting points.
+        smoothing: stages of ReLU smoothing, from smooth to sharp; empty: the model as it is. See `Task.smoothed`.
+        execution: how victims are evaluated, see `Objective`.
+
+    Example:
+        >>> Search(optimiser="lbfgs", iterations=300).restarts
+        1
+    """
+
+    optimiser: str
+    iterations: int
+    lr: float = 0.02
+    signed: bool = True
+    restarts: int = 1
+    smoothing: Sequence[float] = ()
+    execution: str = "auto"
+
+
+def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, local: LocalSteps | None) -> Gradients:
+    """The update a client with these inputs would send, as a pure function; its images come in the given order."""
+    if local is None:
+        return task.gradient(parameters, inputs, labels)
+    total: Gradients = {}
+    current = parameters
+    size = local.batch_size or len(inputs)
+    for _ in range(local.epochs):
+        for first in range(0, len(inputs), size):
+            batch = slice(first, first + size)
+            step = task.gradient(current, inputs[batch], labels[batch])
+            total = {name: total[name] + step[name] if total else step[name] for name in step}
+            current = {name: value - local.lr * step[name] for name, value in current.items()}
+    return total
+
+
+def match(
+    task: Task,
+    targets: Gradients,
+    labels: Tensor,
+    start: Tensor,
+    search: Search,
+    *,
+    distance: Distance,
+    prior: Prior | None = None,
+    local: LocalSteps | None = None,
+    unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Solution, str]:
+    """Find candidates whose update is near the target, and that the prior likes; also says how it was executed.
+
+    Args:
+        task: the model at the weights the victims saw.
+        targets: the updates, ``[victims, ...]`` by name.
+        labels: ``[victims, images]``.
+        start: ``[victims * restarts, ...]``, a victim's restarts next to each other.
+        search: how to look.
+        distance: between the simulated and the shared update of one victim.
+        prior: what is added to the cost of a candidate.
+        local: the clients' local steps.
+        unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
+        progress: called after every step, over all stages.
+    """
+    precision = torch.float64 if search.optimiser == "lbfgs" else task.dtype
+    repeated = {name: value.to(precision).repeat_interleave(search.restarts, 0) for name, value in targets.items()}
+    repeated_labels = labels.repeat_interleave(search.restarts, 0)
+    stages = search.smoothing or (None,)
+    total = search.iterations * len(stages)
+    candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), search.execution
+    for number, sharpness in enumerate(stages):
+        stage = (task if sharpness is None else task.smoothed(sharpness)).to(precision)
+        objective = Objective(
+            _cost(stage, distance, prior, local, unpack),
+            repeated,
+            repeated_labels,
+            execution=execution,
+            evaluations=search.iterations,
+            victim_bytes=_victim_bytes(stage, labels.shape[1], local),
+        )
+
+        def tell(done: int, _steps: int, left: float, before: int = number * search.iterations) -> None:
+            if progress:
+                later = total - before - search.iterations
+                progress(before + done, total, left + later * left / max(1, search.iterations - done))
+
+        options: dict[str, Any] = {"iterations": search.iterations, "progress": tell}
+        if search.optimiser == "lbfgs":
+            solution = lbfgs(objective, candidates, history=100, **options)
+        else:
+            solution = adam(objective, candidates, lr=search.lr, signed=search.signed, box=(0.0, 1.0), **options)
+        candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
+        if solution.interrupted:
+            break
+    return best_restart(replace(solution, iterations=taken), search.restarts), execution
+
+
+def _cost(
+    task: Task,
+    distance: Distance,
+    prior: Prior | None,
+    local: LocalSteps | None,
+    unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+) -> Callable[..., Tensor]:
+    parameters = task.parameters
+
+    def cost(candidate: Tensor, target: Gradients, label: Tensor) -> Tensor:
+        inputs, label = unpack(candidate, label) if unpack else (candidate, label)
+        loss = distance(simulate(task, parameters, inputs, label, local), target)
+        return loss if prior is None else loss + prior(inputs)
+
+    return cost
+
+
+def _victim_bytes(task: Task, images: int, local: LocalSteps | None) -> int:
+    values = images * task.activations + task.size
+    return VALUES_PER_UNIT * values * steps_of(local, images) * task.dtype.itemsize
+
+
+def squared_distance(gradients: Gradients, target: Gradients) -> Tensor:
+    """The squared Euclidean distance between two gradients."""
+    return torch.stack([(gradients[name] - target[name]).square().sum() for name in target]).sum()
+
+
+def cosine_distance(gradients: Gradients, target: Gradients) -> Tensor:
+    """One minus the cosine between two gradients, over all layers together."""
+    tiny = torch.finfo(next(iter(gradients.values())).dtype).tiny
+
+    def dot(a: Gradients, b: Gradients) -> Tensor:
+        return torch.stack([(a[name] * b[name]).sum() for name in target]).sum()
+
+    lengths = dot(gradients, gradients).clamp_min(tiny) * dot(target, target).clamp_min(tiny)
+    return 1 - dot(gradients, target) / lengths.sqrt()
+
+
+def total_variation(images: Tensor, *, rounding: float = 0.0) -> Tensor:
+    """Mean absolute difference of neighbouring pixels, down plus across.
+
+    Args:
+        images: any tensor whose last two axes are height and width.
+        rounding: rounds the kink of the absolute value off, ``sqrt(d^2 + rounding^2)``, for optimisers that need
+            a smooth cost.
+    """
+    down = images[..., 1:, :] - images[..., :-1, :]
+    across = images[..., :, 1:] - images[..., :, :-1]
+    axes = [axis for axis in (down, across) if axis.numel()] or [images.new_zeros(1)]
+    sizes = [(axis.square() + rounding**2).sqrt() if rounding else axis.abs() for axis in axes]
+    return torch.stack([size.mean() for size in sizes]).sum()
