@@ -200,6 +200,35 @@ class Task:
         result: Gradients = grad(self.loss)(dict(parameters), inputs, labels)
         return result
 
+    def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
+        """What a step on `inputs` makes of the batch-norm statistics, as a pure, differentiable function.
+
+        The values of `updated_buffers` without its counts; batch norm with ``momentum=None`` is left out.
+        """
+        inputs_of: dict[str, Tensor] = {}
+
+        def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+            return lambda _module, args: inputs_of.update({name: args[0]})
+
+        handles = [
+            self._stateless.get_submodule(name).register_forward_pre_hook(watch(name)) for name in self._batch_norms
+        ]
+        try:
+            self._call(self._stateless, parameters, self.buffers, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        buffers, result = self.buffers, {}
+        for name, values in inputs_of.items():
+            momentum = getattr(self._model.get_submodule(name), "momentum", None)
+            if momentum is None or f"{name}.running_mean" not in buffers:
+                continue
+            axes = [axis for axis in range(values.ndim) if axis != 1]
+            new = {"running_mean": values.mean(axes), "running_var": values.var(axes)}
+            for kind, value in new.items():
+                result[f"{name}.{kind}"] = (1 - momentum) * buffers[f"{name}.{kind}"] + momentum * value
+        return result
+
     # -- what users call --------------------------------------------------------------------------------------------
 
     def gradients(self, inputs: Tensor, labels: Tensor) -> Gradients:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.attacks.engine import Objective, adam, lbfgs
+from gradveil.attacks import engine
+from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
 
 
 def rosenbrock(x, scale):
@@ -119,3 +120,108 @@ def test_the_step_size_falls_at_the_milestones():
     adam(Watch(), torch.zeros(1, 1), iterations=8, lr=1.0, signed=True)  # type: ignore[arg-type]
     steps = [round(a - b, 6) for a, b in pairwise(moves)]
     assert steps == pytest.approx([1, 1, 1, 0.1, 0.1, 0.01, 0.01, 0.001], rel=1e-4)
+
+
+def quartic(x, target):
+    return (x - target).pow(4).sum() + (x - target).square().sum()
+
+
+by_either = pytest.mark.parametrize(
+    "optimise",
+    [lambda o, s: adam(o, s, iterations=30, lr=0.1), lambda o, s: lbfgs(o, s, iterations=9)],
+    ids=["adam", "lbfgs"],
+)
+
+
+@pytest.fixture
+def targets(generator):
+    return torch.randn(5, 3, generator=generator, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("execution", ["batch", "auto", pytest.param("compile", marks=pytest.mark.slow)])
+@by_either
+def test_every_execution_ends_where_the_loop_ends(targets, execution, optimise):
+    start = torch.zeros(5, 3, dtype=torch.float64)
+    expected = optimise(Objective(quartic, targets, execution="loop"), start)
+    got = optimise(Objective(quartic, targets, execution=execution), start)
+    torch.testing.assert_close(got.candidates, expected.candidates, rtol=0, atol=1e-9)
+    assert got.iterations.tolist() == expected.iterations.tolist()
+
+
+@pytest.mark.parametrize("execution", ["loop", "batch"])
+def test_chunks_change_nothing_and_bound_what_is_evaluated_at_once(targets, execution):
+    whole = Objective(quartic, targets, execution=execution)
+    cut = Objective(quartic, targets, execution=execution, victim_bytes=10, memory_budget=25)
+    sizes = []
+    evaluate = cut._evaluate
+    cut._evaluate = lambda candidates, who: (sizes.append(len(who)), evaluate(candidates, who))[1]
+    candidates, who = torch.ones(5, 3, dtype=torch.float64), torch.arange(5)
+    for mine, other in zip(cut(candidates, who), whole(candidates, who), strict=True):
+        torch.testing.assert_close(mine, other)
+    assert sizes == [2, 2, 1]
+
+
+def test_auto_measures_and_says_what_it_chose(targets, monkeypatch):
+    def choose(alone, batched, evaluations=1):
+        measured = iter([alone, batched])
+        monkeypatch.setattr(engine, "_seconds", lambda _work: next(measured))
+        objective = Objective(quartic, targets, evaluations=evaluations)
+        return objective._find_fastest(torch.zeros(5, 3, dtype=torch.float64), torch.arange(5))
+
+    assert choose(alone=1.0, batched=10.0) == "loop"  # ten seconds for five victims are two for one
+    assert choose(alone=1.0, batched=2.0) == "batch"
+    assert choose(alone=1.0, batched=2.0, evaluations=10_000) == "compile"
+
+
+def test_victims_leave_when_they_have_finished(targets):
+    """A victim at its minimum is not evaluated again; the others go on to the end."""
+    evaluated = []
+
+    class Watch(Objective):
+        def __call__(self, candidates, who):
+            evaluated.append(who.tolist())
+            return super().__call__(candidates, who)
+
+    start = torch.zeros(5, 3, dtype=torch.float64)
+    start[2] = targets[2]
+    found = adam(Watch(quartic, targets, execution="batch"), start, iterations=40, lr=0.01, tolerance=1e-12)
+    assert evaluated[0] == [0, 1, 2, 3, 4]
+    assert evaluated[1] == [0, 1, 3, 4]
+    assert found.iterations.tolist()[2] == 0
+    assert set(found.iterations.tolist()[:2]) == {40}
+
+
+def test_stalled_victims_leave_after_the_last_milestone():
+    """On the flat ground of a valley nothing is gained any more."""
+    objective = Objective(lambda x, t: ((x - t).abs() - 0.1).relu().sum(), torch.tensor([[0.5]]), execution="loop")
+    found = adam(objective, torch.zeros(1, 1), iterations=200, lr=0.1)
+    assert int(found.iterations[0]) == 175  # seven eighths, where the last milestone is
+    assert float(found.losses[0]) == 0
+
+
+def test_each_victim_may_have_its_own_step_size():
+    objective = Objective(lambda x, t: (x * t).sum(), torch.ones(2, 1), execution="batch")
+    found = adam(objective, torch.zeros(2, 1), iterations=3, lr=torch.tensor([0.1, 0.5]), signed=True, milestones=())
+    torch.testing.assert_close(found.candidates, torch.tensor([[-0.3], [-1.5]]), rtol=1e-4, atol=0)
+
+
+@by_either
+def test_an_interrupt_returns_the_best_so_far(targets, optimise):
+    class Interrupted(Objective):
+        calls = 0
+
+        def __call__(self, candidates, who):
+            self.calls += 1
+            if self.calls == 4:
+                raise KeyboardInterrupt
+            return super().__call__(candidates, who)
+
+    start = torch.zeros(5, 3, dtype=torch.float64)
+    found = optimise(Interrupted(quartic, targets, execution="batch"), start)
+    assert found.interrupted
+    begun = Objective(quartic, targets, execution="batch")(start, torch.arange(5))[0]
+    assert (found.losses < begun).all()
+
+
+def test_the_best_restart_has_the_lowest_loss():
+    assert best_restarts(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.7, 0.6]), 3).tolist() == [1, 3]

@@ -35,6 +35,8 @@ class ThreatModel:
         local: the clients' local steps (FedAvg); None: each update is a single gradient.
         server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
         known_labels: ``[victims, batch_size]``, only with ``labels="known"``.
+        statistics: batch-norm buffers after the victims' step, ``[victims, ...]`` by name, if the attacker sees them
+            (they travel in ``update.meta.buffers``); None: it does not.
 
     Example:
         >>> ThreatModel(labels="known", known_labels=torch.tensor([[7], [2]])).batch_size
@@ -48,6 +50,7 @@ class ThreatModel:
     local: LocalSteps | None = None
     server: str = "passive"
     known_labels: Tensor | None = None
+    statistics: dict[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
@@ -97,13 +100,13 @@ class Found:
         inputs: ``[victims, images, *input_shape]``.
         solution: losses and iterations of the optimiser.
         execution: how the victims were evaluated.
-        labels: ``[victims, images]`` where the attack found labels of its own; None: those it was given.
+        labels: ``[victims, images]`` in the order of the inputs.
     """
 
     inputs: Tensor
     solution: Solution
     execution: str
-    labels: Tensor | None = None
+    labels: Tensor
 
 
 class Attack(ABC):
@@ -164,7 +167,7 @@ class Attack(ABC):
         found = self.run(task, stacked, labels, threat, generator, progress, execution)
         return Reconstruction(
             inputs=found.inputs.to(task.dtype),
-            labels=labels if found.labels is None else found.labels,
+            labels=found.labels,
             loss=found.solution.losses,
             iterations=found.solution.iterations,
             seconds=time.perf_counter() - started,

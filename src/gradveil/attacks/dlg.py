@@ -1,7 +1,7 @@
 """DLG: match the gradient by L-BFGS, inputs and labels together."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,7 +77,7 @@ class DLG(Attack):
             ]
         )
         search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
-        solution, used = match(
+        found = match(
             task,
             targets,
             labels,
@@ -88,6 +88,9 @@ class DLG(Attack):
             unpack=unpack,
             progress=progress,
         )
-        inputs = solution.candidates[:, :pixels].view(len(labels), images, *task.input_shape)
-        found = solution.candidates[:, pixels:].view(len(labels), images, task.classes).argmax(2)
-        return Found(inputs, solution, used, found)
+        pixel_values, logits = torch.split(found.inputs, [pixels, images * task.classes], dim=1)
+        return replace(
+            found,
+            inputs=pixel_values.reshape(len(labels), images, *task.input_shape),
+            labels=logits.reshape(len(labels), images, task.classes).argmax(2),
+        )

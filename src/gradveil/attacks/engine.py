@@ -9,7 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -260,16 +260,10 @@ def lbfgs(
     )
 
 
-def best_restart(solution: Solution, restarts: int) -> Solution:
-    """Of every `restarts` neighbouring victims, which are one victim's restarts, the one with the lowest loss."""
-    chosen = solution.losses.view(-1, restarts).argmin(1)
-    chosen = chosen + torch.arange(len(chosen), device=chosen.device) * restarts
-    return replace(
-        solution,
-        candidates=solution.candidates[chosen],
-        losses=solution.losses[chosen],
-        iterations=solution.iterations[chosen.cpu()],
-    )
+def best_restarts(losses: Tensor, restarts: int) -> Tensor:
+    """Of every `restarts` neighbouring victims, which are one victim's restarts, the place of the lowest loss."""
+    chosen = losses.view(-1, restarts).argmin(1)
+    return chosen + torch.arange(len(chosen), device=chosen.device) * restarts
 
 
 _Evaluations = Generator[Tensor, tuple[float, Tensor], None]

@@ -24,7 +24,8 @@ class IDLG(Attack):
 
     Args:
         iterations: L-BFGS steps.
-        restarts: independent starting points; the best by the attacker's own loss is returned.
+        restarts: independent starting points; the best by the attacker's own loss is returned. With local steps
+            (FedAvg) each also supposes another order of the labels.
 
     References:
         Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020.
@@ -65,7 +66,6 @@ class IDLG(Attack):
         search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
         shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=task.device)
-        solution, used = match(
+        return match(
             task, targets, labels, start, search, distance=squared_distance, local=threat.local, progress=progress
         )
-        return Found(solution.candidates, solution, used)

@@ -109,7 +109,7 @@ class InvertingGradients(Attack):
         start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
         if smooth:
             start = 0.45 + 0.1 * start  # nearly grey: smooth like an image
-        solution, used = match(
+        return match(
             task,
             targets,
             labels,
@@ -120,7 +120,6 @@ class InvertingGradients(Attack):
             local=threat.local,
             progress=progress,
         )
-        return Found(solution.candidates, solution, used)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images."""

@@ -1,13 +1,15 @@
 """What the gradient-matching attacks share: a cost from a distance and a prior, and the way to its minimum."""
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restart, lbfgs
+from gradveil.attacks.base import Found
+from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restarts, lbfgs
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
 
@@ -74,8 +76,8 @@ def match(
     local: LocalSteps | None = None,
     unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     progress: Progress | None = None,
-) -> tuple[Solution, str]:
-    """Find candidates whose update is near the target, and that the prior likes; also says how it was executed.
+) -> Found:
+    """Find candidates whose update is near the target, and that the prior likes; the best restart of each victim.
 
     Args:
         task: the model at the weights the victims saw.
@@ -91,7 +93,9 @@ def match(
     """
     precision = torch.float64 if search.optimiser == "lbfgs" else task.dtype
     repeated = {name: value.to(precision).repeat_interleave(search.restarts, 0) for name, value in targets.items()}
-    repeated_labels = labels.repeat_interleave(search.restarts, 0)
+    repeated_labels = _label_orders(labels, search.restarts if local else 1).repeat_interleave(
+        1 if local else search.restarts, 0
+    )
     stages = search.smoothing or (None,)
     total = search.iterations * len(stages)
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), search.execution
@@ -103,7 +107,7 @@ def match(
             repeated_labels,
             execution=execution,
             evaluations=search.iterations,
-            victim_bytes=_victim_bytes(stage, labels.shape[1], local),
+            victim_bytes=victim_bytes(stage, labels.shape[1], local),
         )
 
         def tell(done: int, _steps: int, left: float, before: int = number * search.iterations) -> None:
@@ -119,7 +123,30 @@ def match(
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         if solution.interrupted:
             break
-    return best_restart(replace(solution, iterations=taken), search.restarts), execution
+    best = best_restarts(solution.losses, search.restarts)
+    kept = Solution(solution.candidates[best], solution.losses[best], taken[best.cpu()], solution.interrupted)
+    return Found(kept.candidates, kept, execution, repeated_labels[best])
+
+
+def _label_orders(labels: Tensor, orders: int) -> Tensor:
+    """Each row in `orders` different orders, next to each other: with local steps it matters which image came when.
+
+    The orders are spread evenly over all permutations; the first is the given one.
+    """
+    images = labels.shape[1]
+    every = math.factorial(images)
+    picked = [_permutation(images, place * every // orders) for place in range(orders)]
+    return torch.stack([row[order] for row in labels for order in picked])
+
+
+def _permutation(count: int, number: int) -> list[int]:
+    """Permutation `number` of `count` things in lexical order."""
+    rest, order = list(range(count)), []
+    for left in range(count, 0, -1):
+        block = math.factorial(left - 1)
+        order.append(rest.pop(number // block % left))
+        number %= block
+    return order
 
 
 def _cost(
@@ -139,7 +166,8 @@ def _cost(
     return cost
 
 
-def _victim_bytes(task: Task, images: int, local: LocalSteps | None) -> int:
+def victim_bytes(task: Task, images: int, local: LocalSteps | None) -> int:
+    """Memory that one victim takes while its cost and the cost's gradient are evaluated."""
     values = images * task.activations + task.size
     return VALUES_PER_UNIT * values * steps_of(local, images) * task.dtype.itemsize
 

@@ -23,7 +23,7 @@ ACTIVATIONS: dict[str, Callable[..., nn.Module]] = {
     "gelu": nn.GELU,
 }
 INITS = ("default", "uniform")
-NORMS = ("batch", "group", "none")
+NORMS = ("batch", "frozen", "group", "none")
 GROUPS = 32  # of group normalisation, the default of its paper (Wu & He, ECCV 2018)
 
 # No model here shrinks an image by more than 32; one that needs a larger side than this is broken, not picky.
@@ -186,8 +186,9 @@ def activation_layer(owner: str, activation: str, *, slope: float = 0.01) -> nn.
 def norm_layer(owner: str, norm: str, channels: int) -> nn.Module:
     """The normalisation called `norm` over `channels` channels."""
     chosen = checks.choice(owner, "norm", norm, NORMS)
-    if chosen == "batch":
-        return nn.BatchNorm2d(channels)
+    if chosen in ("batch", "frozen"):
+        # In eval mode it normalises by its running statistics and leaves them alone, as in fine-tuning.
+        return nn.BatchNorm2d(channels).train(chosen == "batch")
     return nn.GroupNorm(GROUPS, channels) if chosen == "group" else nn.Identity()
 
 

@@ -23,7 +23,7 @@ class Vgg11(ImageClassifier):
         input_shape: channels, height and width of one image.
         classes: how many logits come out.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
-        norm: "batch", "group" (32 groups) or "none".
+        norm: "batch", "frozen" (batch norm with fixed statistics), "group" (32 groups) or "none".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 
     Example:

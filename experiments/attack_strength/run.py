@@ -1,0 +1,89 @@
+"""How well the attacks recover undefended CIFAR-10 images. Run it again to go on: finished cases are skipped.
+
+    GRADVEIL_DATA=/path/to/data python experiments/attack_strength/run.py
+
+Results are appended to results.jsonl, one line a case; nothing there is ever edited.
+"""
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import gradveil
+from gradveil import data, metrics, models
+from gradveil.randomness import derived_generator
+from gradveil.registry import parse_spec
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+
+
+def run(case: dict, seed: int) -> dict:
+    dataset = data.load("cifar10")
+    name, parameters = parse_spec(case["model"])
+    model = models.create(name, input_shape=(3, 32, 32), classes=10, seed=seed, **parameters)
+    if case.get("frozen_norm"):
+        model.eval()
+    task = gradveil.Task(model, input_shape=(3, 32, 32), classes=10)
+    size, victims = case.get("batch_size", 1), case["victims"]
+    local = gradveil.LocalSteps(**case["local"]) if "local" in case else None
+    order = torch.randperm(len(dataset.test), generator=derived_generator(seed, "victims"))[: victims * size]
+    images, labels = dataset.test.batch(order)
+    images, labels = images.view(victims, size, 3, 32, 32), labels.view(victims, size)
+    updates = [
+        gradveil.defense("none").share(
+            task, images[v], labels[v], local=local, generator=derived_generator(seed, "client", v)
+        )
+        for v in range(victims)
+    ]
+    started = time.perf_counter()
+    found = gradveil.attack(case["attack"]).reconstruct(
+        task,
+        updates,
+        gradveil.ThreatModel(batch_size=size, local=local),
+        generator=derived_generator(seed, "attack"),
+        progress=lambda done, total, left: show(case["name"], done, total, left),
+    )
+    scorer = metrics.Scorer()
+    scores = [scorer.score(images[v], found.inputs[v], labels[v], found.labels[v], None) for v in range(victims)]
+    psnr = [score["psnr"] for score in scores]
+    counts_right = sum(sorted(found.labels[v].tolist()) == sorted(labels[v].tolist()) for v in range(victims))
+    return {
+        **case,
+        "seed": seed,
+        "gradveil": gradveil.__version__,
+        "psnr": [round(value, 2) for value in psnr],
+        "median_psnr": round(statistics.median(psnr), 2),
+        "above_25_db": sum(value > 25 for value in psnr),
+        "median_ssim": round(statistics.median(score["ssim"] for score in scores), 3),
+        "label_counts_right": f"{counts_right} of {victims}",
+        "execution": found.execution,
+        "threads": torch.get_num_threads(),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def show(name: str, done: int, total: int, left: float) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{name}: {done} of {total}, {left:.0f} s left   ", end="", file=sys.stderr)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    config = json.loads((HERE / "config.json").read_text())
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    finished = {json.loads(line)["name"] for line in lines}
+    for case in config["cases"]:
+        if case["name"] not in finished:
+            result = run(case, config["seed"])
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"{case['name']:32} median {result['median_psnr']} dB, {result['seconds']} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
