@@ -54,9 +54,7 @@ def plain_attack(model: nn.Module, start: Tensor, targets: dict[str, Tensor], la
             candidate.data.clamp_(0, 1)
 
 
-def engine_attack(
-    task: gradveil.Task, start: Tensor, targets: dict[str, Tensor], labels: Tensor, execution: str
-) -> Objective:
+def engine_attack(task: gradveil.Task, targets: dict[str, Tensor], labels: Tensor, execution: str) -> Objective:
     parameters = task.parameters
 
     def cost(candidate: Tensor, target: dict[str, Tensor], label: Tensor) -> Tensor:
@@ -85,7 +83,7 @@ def measure(name: str, compile_too: bool, victims: int | None = None, quiet: boo
         torch.set_num_threads(threads)
         works = {"plain": lambda n: plain_attack(model, start, targets, labels, n)}
         for execution in ("loop", "batch", *(["compile"] if compile_too else [])):
-            objective = engine_attack(task, start, targets, labels, execution)
+            objective = engine_attack(task, targets, labels, execution)
             if execution == "compile":
                 began = time.perf_counter()
                 objective(start, torch.arange(victims))
@@ -117,9 +115,8 @@ def main() -> None:
         for victims in (1, 4, 16, 64):
             figures = measure("lenet", False, victims, quiet=True)
             best = max(figures["loop"], figures["batch"])
-            print(
-                f"lenet {victims:3} victims: {1000 / best:.2f} ms a victim-iteration, {best / figures['plain']:.2f} x plain"
-            )
+            words = f"{1000 / best:.2f} ms a victim-iteration, {best / figures['plain']:.2f} x plain"
+            print(f"lenet {victims:3} victims: {words}", flush=True)
 
 
 if __name__ == "__main__":

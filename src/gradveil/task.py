@@ -191,9 +191,13 @@ class Task:
 
     # -- pure functions: no checks, safe under vmap, grad and jvp --------------------------------------------------
 
+    def outputs(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """What the model computes while it trains, as a pure function (`predict` is what it answers when trained)."""
+        return self._call(self._stateless, parameters, self.buffers, inputs)
+
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch as a pure function; labels are numbers ``[N]`` or probabilities ``[N, classes]``."""
-        return self._loss(self._call(self._stateless, parameters, self.buffers, inputs), labels)
+        return self._loss(self.outputs(parameters, inputs), labels)
 
     def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of `loss` with respect to the parameters as a pure function."""

@@ -7,8 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import gradveil
+from gradveil import models
 from gradveil.attacks import engine
 from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
+from gradveil.attacks.matching import squared_distance
+from gradveil.metrics import psnr
 
 
 def rosenbrock(x, scale):
@@ -225,3 +229,41 @@ def test_an_interrupt_returns_the_best_so_far(targets, optimise):
 
 def test_the_best_restart_has_the_lowest_loss():
     assert best_restarts(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.7, 0.6]), 3).tolist() == [1, 3]
+
+
+def attack_objective(execution, dtype, victims=3):
+    """Gradient matching on a small network, as the attacks do it."""
+    model = models.create("lenet", input_shape=(1, 12, 12), classes=4, init="uniform")
+    task = gradveil.Task(model, input_shape=(1, 12, 12), classes=4).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.rand(victims, 1, 1, 12, 12, generator=generator).to(dtype)
+    labels = torch.arange(victims)[:, None] % 4
+    gradients = [task.gradients(images[v], labels[v]) for v in range(victims)]
+    targets = {name: torch.stack([g[name] for g in gradients]) for name in gradients[0]}
+    parameters = task.parameters
+
+    def cost(candidate, target, label):
+        return squared_distance(task.gradient(parameters, candidate, label), target)
+
+    start = torch.rand(victims, 1, 1, 12, 12, generator=generator).to(dtype)
+    return Objective(cost, targets, labels, execution=execution), start, images
+
+
+@pytest.mark.parametrize(
+    "optimise",
+    [lambda o, s: adam(o, s, iterations=200, lr=0.01), lambda o, s: lbfgs(o, s, iterations=20)],
+    ids=["adam-200", "lbfgs-20"],
+)
+def test_batched_attacks_equal_the_loop_in_double_precision(optimise):
+    loop, start, _ = attack_objective("loop", torch.float64)
+    batch, _, _ = attack_objective("batch", torch.float64)
+    torch.testing.assert_close(optimise(batch, start).candidates, optimise(loop, start).candidates, rtol=0, atol=1e-6)
+
+
+def test_batched_attacks_are_as_good_as_the_loop_in_single_precision():
+    def median(execution):
+        objective, start, images = attack_objective(execution, torch.float32, victims=5)
+        found = adam(objective, start, iterations=300, lr=0.02).candidates.clamp(0, 1)
+        return float(psnr(images[:, 0], found[:, 0]).median())
+
+    assert abs(median("loop") - median("batch")) < 0.5

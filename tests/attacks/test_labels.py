@@ -14,18 +14,17 @@ def test_the_label_of_one_image_is_found(name, generator):
     for label in range(10):
         image = torch.rand(1, 1, 28, 28, generator=generator)
         update = gradveil.defense("none").share(task, image, torch.tensor([label]))
-        assert infer_labels(task, update, 1).tolist() == [label]
+        assert infer_labels(task, update, 1).labels.tolist() == [label]
 
 
-def test_repeated_labels_of_a_batch_are_counted(generator):
-    task = gradveil.Task(
-        models.create("lenet", input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10
-    )
+@pytest.mark.parametrize("name", ["lenet", "mlp", "convnet"])
+def test_repeated_labels_of_a_batch_are_counted(name, generator):
+    task = gradveil.Task(models.create(name, input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10)
     right = 0
     for _ in range(20):
         labels = torch.randint(0, 10, (8,), generator=generator)
         update = gradveil.defense("none").share(task, torch.rand(8, 1, 28, 28, generator=generator), labels)
-        right += infer_labels(task, update, 8).tolist() == sorted(labels.tolist())
+        right += infer_labels(task, update, 8).labels.tolist() == sorted(labels.tolist())
     assert right >= 18
 
 
@@ -39,3 +38,23 @@ def test_what_cannot_be_inferred_is_refused():
     unclassified = gradveil.Task(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), input_shape=(1, 4, 4), classes=3)
     with pytest.raises(ThreatModelError, match="no linear classifier"):
         infer_labels(unclassified, gradveil.Update(unclassified.parameters), 1)
+
+
+def test_unclear_counts_are_said(generator):
+    """Noise on the classifier's gradient makes the counts fractions."""
+    task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)
+    batch = torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 2])
+    clear = infer_labels(task, gradveil.Update(task.gradients(*batch)), 4)
+    assert not clear.ambiguous
+    noisy = gradveil.defense("gaussian-noise:std=1.0").share(task, *batch, generator=generator)
+    assert infer_labels(task, noisy, 4).ambiguous
+    hidden = gradveil.defense("dual-pruning").share(task, batch[0][:1], batch[1][:1])
+    assert infer_labels(task, hidden, 1).ambiguous
+
+
+def test_local_steps_are_allowed_for(generator):
+    task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)
+    batch = torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 2])
+    local = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.01)
+    update = gradveil.defense("none").share(task, *batch, local=local)
+    assert infer_labels(task, update, 4, local).labels.tolist() == [0, 1, 2, 2]

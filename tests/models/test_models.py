@@ -148,6 +148,8 @@ def test_norm_is_the_one_asked_for(name):
         return {type(m) for m in model.modules() if isinstance(m, nn.BatchNorm2d | nn.GroupNorm)}
 
     assert kinds(build("batch")) == {nn.BatchNorm2d}
+    assert kinds(build("frozen")) == {nn.BatchNorm2d}
+    assert not any(m.training for m in build("frozen").modules() if isinstance(m, nn.BatchNorm2d))
     assert kinds(build("group")) == {nn.GroupNorm}
     assert kinds(build("none")) == set()
     assert count(build("batch")) == count(build("group")) > count(build("none"))

@@ -76,6 +76,7 @@ class Reconstruction:
         seconds: wall time of the whole call.
         execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
         interrupted: True if Ctrl-C ended the search; then this is the best so far.
+        ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear.
 
     Example:
         >>> empty = torch.zeros(2, 1, 3, 8, 8)
@@ -90,6 +91,7 @@ class Reconstruction:
     seconds: float
     execution: str = "loop"
     interrupted: bool = False
+    ambiguous_labels: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +150,11 @@ class Attack(ABC):
         if not victims:
             raise InputError(f"{self.name}: expected at least one update, got none")
         self.check_threat(task, threat)
+        ambiguous = torch.zeros(len(victims), dtype=torch.bool)
         if threat.known_labels is None:
-            labels = torch.stack([infer_labels(task, update, threat.batch_size, threat.local) for update in victims])
+            guesses = [infer_labels(task, update, threat.batch_size, threat.local) for update in victims]
+            labels = torch.stack([guess.labels for guess in guesses])
+            ambiguous = torch.tensor([guess.ambiguous for guess in guesses])
         else:
             labels = threat.known_labels.to(task.device)
             if labels.shape != (len(victims), threat.batch_size):
@@ -168,6 +173,7 @@ class Attack(ABC):
         return Reconstruction(
             inputs=found.inputs.to(task.dtype),
             labels=found.labels,
+            ambiguous_labels=ambiguous,
             loss=found.solution.losses,
             iterations=found.solution.iterations,
             seconds=time.perf_counter() - started,

@@ -1,5 +1,7 @@
 """Labels from the gradient of the classifier."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,27 @@ from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, steps_of
 
 
-def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps | None = None) -> Tensor:
-    r"""The labels behind an update, sorted, ``[batch_size]``.
+@dataclass(frozen=True)
+class LabelGuess:
+    """Inferred labels, and whether the counts behind them were clear.
+
+    Args:
+        labels: sorted, ``[batch_size]``.
+        ambiguous: True if the count of some class was off a whole number by more than a half, so that another count
+            would fit as well or better.
+
+    Example:
+        >>> LabelGuess(torch.tensor([0, 3, 3]), ambiguous=False).labels.tolist()
+        [0, 3, 3]
+    """
+
+    labels: Tensor
+    ambiguous: bool
+
+
+@torch.no_grad()
+def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps | None = None) -> LabelGuess:
+    r"""The labels behind an update.
 
     With cross-entropy the bias gradient of class c is ``mean_i p_ic - count_c / batch_size``: for one image only the
     true class is negative (Zhao et al., iDLG, 2020). For a batch, the model's mean prediction on uniform noise stands
@@ -30,16 +51,16 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
             "label inference: a batch needs a classifier with a bias; use ThreatModel(labels='known', known_labels=...)"
         )
     if batch_size == 1:
-        return pull.argmin()[None]
+        return LabelGuess(pull.argmin()[None], ambiguous=not bool((pull < 0).sum() == 1))
     pull = pull / steps_of(local, batch_size)  # an update sums the gradients of its local steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )
-    expected = task.predict(noise).softmax(1).mean(0)
+    expected = task.outputs(task.parameters, noise).softmax(1).mean(0)
     lacking = batch_size * (expected - pull)
     labels = []
     for _ in range(batch_size):
         label = int(lacking.argmax())
         lacking[label] -= 1
         labels.append(label)
-    return torch.tensor(sorted(labels), device=task.device)
+    return LabelGuess(torch.tensor(sorted(labels), device=task.device), bool(lacking.abs().max() > 0.5))
