@@ -52,6 +52,15 @@ def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
+    words = "audit --model mlp --defense none --attack idlg --attack dlg:iterations=2 --budget quick".split()
+    code, _, _ = gradveil_command(*words, *"--victims 1 --rounds 1 --clients 2 --out".split(), tmp_path / "out")
+    assert code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["attacks"] == ["idlg:iterations=150,restarts=1", "dlg:iterations=2,restarts=1"]
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
 def test_paths_are_printed_as_they_are(gradveil_command, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     folder = tmp_path / "x[red]y [/] a long name that no narrow terminal can hold"

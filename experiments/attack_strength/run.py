@@ -1,8 +1,9 @@
 """How well the attacks recover undefended CIFAR-10 images. Run it again to go on: finished cases are skipped.
 
-    GRADVEIL_DATA=/path/to/data python experiments/attack_strength/run.py
+    GRADVEIL_DATA=/path/to/data python experiments/attack_strength/run.py [--presets]
 
-Results are appended to results.jsonl, one line a case; nothing there is ever edited.
+Results are appended to results.jsonl (with --presets: every preset on few images, to presets.jsonl), one line a case;
+nothing there is ever edited.
 """
 
 import json
@@ -15,25 +16,42 @@ import torch
 
 import gradveil
 from gradveil import data, metrics, models
+from gradveil.attacks.presets import BUDGETS
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
+PRESET_MODELS = [
+    ("mnist", "lenet:init=uniform", 4),
+    ("cifar10", "lenet:init=uniform", 4),
+    ("cifar10", "resnet18:norm=frozen", 1),
+]
+
+
+def preset_cases() -> list[dict]:
+    return [
+        {"name": f"{dataset}-{model}-{attack}-{budget}", "dataset": dataset, "model": model, "victims": victims}
+        | {"attack": str(gradveil.preset(attack, budget, dataset=dataset, model=parse_spec(model)[0]))}
+        for dataset, model, victims in PRESET_MODELS
+        for attack in ("idlg", "inverting-gradients")
+        for budget in BUDGETS
+        if not (model.startswith("resnet") and (budget == "thorough" or attack == "idlg"))  # an hour and more
+    ]
 
 
 def run(case: dict, seed: int) -> dict:
-    dataset = data.load("cifar10")
+    dataset = data.load(case.get("dataset", "cifar10"))
+    shape = dataset.train.input_shape
     name, parameters = parse_spec(case["model"])
-    model = models.create(name, input_shape=(3, 32, 32), classes=10, seed=seed, **parameters)
+    model = models.create(name, input_shape=shape, classes=10, seed=seed, **parameters)
     if case.get("frozen_norm"):
         model.eval()
-    task = gradveil.Task(model, input_shape=(3, 32, 32), classes=10)
+    task = gradveil.Task(model, input_shape=shape, classes=10)
     size, victims = case.get("batch_size", 1), case["victims"]
     local = gradveil.LocalSteps(**case["local"]) if "local" in case else None
     order = torch.randperm(len(dataset.test), generator=derived_generator(seed, "victims"))[: victims * size]
     images, labels = dataset.test.batch(order)
-    images, labels = images.view(victims, size, 3, 32, 32), labels.view(victims, size)
+    images, labels = images.view(victims, size, *shape), labels.view(victims, size)
     updates = [
         gradveil.defense("none").share(
             task, images[v], labels[v], local=local, generator=derived_generator(seed, "client", v)
@@ -75,12 +93,13 @@ def show(name: str, done: int, total: int, left: float) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     config = json.loads((HERE / "config.json").read_text())
-    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
-    finished = {json.loads(line)["name"] for line in lines}
-    for case in config["cases"]:
+    presets = "--presets" in sys.argv
+    results = HERE / ("presets.jsonl" if presets else "results.jsonl")
+    finished = {json.loads(line)["name"] for line in results.read_text().splitlines()} if results.exists() else set()
+    for case in preset_cases() if presets else config["cases"]:
         if case["name"] not in finished:
             result = run(case, config["seed"])
-            with RESULTS.open("a") as file:
+            with results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
             print(f"{case['name']:32} median {result['median_psnr']} dB, {result['seconds']} s", flush=True)
 

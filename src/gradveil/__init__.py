@@ -2,6 +2,7 @@
 
 from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as attack
+from gradveil.attacks.presets import preset
 from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation
 from gradveil.defenses import create as defense
 from gradveil.task import Task
@@ -24,6 +25,7 @@ __all__ = [
     "attacks",
     "defense",
     "defenses",
+    "preset",
 ]
 
 

@@ -78,6 +78,9 @@ def audit(
         list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable; + chains, +error-feedback wraps.")
     ] = None,
     attack: Annotated[list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="quick, standard or thorough: presets for attacks named without parameters.")
+    ] = None,
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
     labels: Annotated[str | None, typer.Option(help="infer: the attacker finds them; known: it is given them.")] = None,
@@ -107,6 +110,8 @@ def audit(
         "lr": lr,
         "seed": seed,
     }
+    if budget is not None:
+        asked["attacks"] = _with_presets(attack or ["idlg", "inverting-gradients"], budget, dataset, model)
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     saved = output / "config.json" if output else None
     if resume and saved and saved.exists():
@@ -131,6 +136,18 @@ def audit(
         out.print_json(json.dumps({"report": str(page), "folder": str(folder), "verdict": verdict}))
     else:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
+
+
+def _with_presets(attacks: list[str], budget: str, dataset: str | None, model: str | None) -> tuple[str, ...]:
+    """The attacks, those without parameters of their own with the preset for this data and model."""
+    names = [
+        parse_spec(given or default)[0]
+        for given, default in ((dataset, AuditConfig.dataset), (model, AuditConfig.model))
+    ]
+    return tuple(
+        spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=names[0], model=names[1]))
+        for spec in attacks
+    )
 
 
 def _words(step: Step) -> str:

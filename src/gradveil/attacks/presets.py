@@ -1,0 +1,64 @@
+"""Hyper-parameters that work, by data set, model and budget, so that nobody has to guess them.
+
+The figures behind them are in experiments/attack_strength/presets.jsonl, made by
+``python experiments/attack_strength/run.py --presets``.
+"""
+
+from typing import Any
+
+from gradveil import checks
+from gradveil.attacks.base import ATTACKS, Attack
+
+BUDGETS = ("quick", "standard", "thorough")
+
+_Parameters = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]  # quick, standard, thorough
+
+
+def _steps(quick: int, standard: int, thorough: int, **parameters: Any) -> _Parameters:
+    first, second, third = ({"iterations": count, **parameters} for count in (quick, standard, thorough))
+    return first, second, third
+
+
+# Small networks: L-BFGS, and more steps for colour images. Total variation is weighed for defended updates too: less
+# of it sharpens undefended images and loses noisy ones.
+_SMALL_GREY = {
+    "dlg": _steps(150, 300, 1000),
+    "idlg": _steps(150, 300, 1000),
+    "inverting-gradients": _steps(100, 150, 400, optimiser="lbfgs", tv=0.01),
+    "grad-inversion": _steps(200, 500, 1500, lr=0.05),
+}
+_SMALL_COLOUR = {
+    "dlg": _steps(500, 1000, 2000),
+    "idlg": _steps(500, 1000, 2000),
+    "inverting-gradients": _steps(150, 500, 1000, optimiser="lbfgs", tv=0.002),
+    "grad-inversion": _steps(500, 1500, 4000),
+}
+# Deep networks: every step costs a hundred times more, and the smooth form stalls; signed Adam with large steps.
+_DEEP = {
+    "dlg": _steps(50, 150, 300),
+    "idlg": _steps(50, 150, 300),
+    "inverting-gradients": _steps(200, 500, 2000, lr=0.1, tv=0.001),
+    "grad-inversion": _steps(200, 500, 2000, lr=0.1, tv=0.001, seeds=2),
+}
+_SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
+_GREY = ("mnist", "fashion-mnist", "mednist", "pneumonia", "faces-orl")
+
+
+def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> Attack:
+    """The attack called `name` with parameters that suit the data, the model and the budget.
+
+    Args:
+        name: of the attack.
+        budget: ``"quick"``, ``"standard"`` or ``"thorough"``.
+        dataset: name of the data set; others than the grey ones count as colour.
+        model: name of the model; others than the small ones count as deep.
+
+    >>> preset("inverting-gradients", "quick", dataset="cifar10", model="resnet18").iterations
+    200
+    """
+    checks.choice("preset", "budget", budget, BUDGETS)
+    small = _SMALL_GREY if dataset in _GREY else _SMALL_COLOUR
+    table = small if model in _SMALL_MODELS else _DEEP
+    ATTACKS.get(name)  # an unknown attack has its own error
+    checks.choice("preset", "name", name, table)
+    return ATTACKS.create(name, **table[name][BUDGETS.index(budget)])

@@ -1,0 +1,19 @@
+import pytest
+
+import gradveil
+from gradveil.attacks.presets import BUDGETS
+from gradveil.errors import ParameterError, UnknownNameError
+
+
+@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize(("dataset", "model"), [("mnist", "lenet"), ("cifar10", "lenet"), ("my-data", "my-model")])
+def test_every_attack_has_presets_that_grow_with_the_budget(name, dataset, model):
+    iterations = [gradveil.preset(name, budget, dataset=dataset, model=model).iterations for budget in BUDGETS]
+    assert iterations == sorted(set(iterations))
+
+
+def test_unknown_presets_are_refused():
+    with pytest.raises(ParameterError, match="budget must be one of quick, standard, thorough, got 'endless'"):
+        gradveil.preset("idlg", "endless", dataset="mnist", model="lenet")
+    with pytest.raises(UnknownNameError, match="unknown attack 'idgl'"):
+        gradveil.preset("idgl", dataset="mnist", model="lenet")
