@@ -82,7 +82,8 @@ def measure(name: str, compile_too: bool, victims: int | None = None, quiet: boo
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
         works = {"plain": lambda n: plain_attack(model, start, targets, labels, n)}
-        for execution in ("loop", "batch", *(["compile"] if compile_too else [])):
+        last = threads == (os.cpu_count() or 1)  # compiling takes minutes: once, for all threads
+        for execution in ("loop", "batch", *(["compile"] if compile_too and last else [])):
             objective = engine_attack(task, targets, labels, execution)
             if execution == "compile":
                 began = time.perf_counter()

@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,19 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 RELUS = (nn.ReLU, nn.LeakyReLU)
 LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy}
+
+
+_by_autograd: ContextVar[bool] = ContextVar("by_autograd", default=False)
+
+
+@contextmanager
+def differentiate_by_autograd() -> Iterator[None]:
+    """Inside, `Task.gradient` uses torch.autograd: 1.1 to 1.3 times faster for one victim, but it cannot be vmapped."""
+    token = _by_autograd.set(True)
+    try:
+        yield
+    finally:
+        _by_autograd.reset(token)
 
 
 @dataclass(frozen=True)
@@ -201,6 +216,12 @@ class Task:
 
     def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of `loss` with respect to the parameters as a pure function."""
+        if _by_autograd.get():
+            leaves = {n: v if v.requires_grad else v.detach().requires_grad_() for n, v in parameters.items()}
+            with torch.enable_grad():
+                loss = self.loss(leaves, inputs, labels)
+                values = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            return dict(zip(leaves, values, strict=True))
         result: Gradients = grad(self.loss)(dict(parameters), inputs, labels)
         return result
 

@@ -96,6 +96,26 @@ def test_an_attack_is_never_given_the_data(name):
     assert list(taken) == ["task", "updates", "threat", "generator", "progress", "execution"]
 
 
+@pytest.mark.parametrize("name", gradveil.attacks())
+def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch):
+    """The same update gives the same reconstruction, whatever becomes of the images and labels behind it."""
+    images, labels = tiny_batch[0][:1].clone(), tiny_batch[1][:1].clone()
+    update = gradveil.defense("none").share(tiny_task, images, labels)
+    assert not update.meta.buffers  # nothing but numbers about the client travels beside the gradient
+
+    def run():
+        attack = gradveil.attack(name, **QUICK[name])
+        generator = torch.Generator().manual_seed(0)
+        return attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=generator, execution="loop")
+
+    before = run()
+    images.zero_()
+    labels.zero_()
+    after = run()
+    assert torch.equal(before.inputs, after.inputs)
+    assert torch.equal(before.labels, after.labels)
+
+
 def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     update = gradveil.defense("none").share(tiny_task, inputs, labels)

@@ -18,6 +18,7 @@ from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil import checks
+from gradveil.task import differentiate_by_autograd
 
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, seconds left) after every step."""
@@ -61,8 +62,8 @@ class Objective:
     ) -> None:
         self.execution = checks.choice("attack", "execution", execution, EXECUTIONS)
         self._victims = victims
-        self._one = grad_and_value(cost)
-        self._many = vmap(self._one)
+        self._cost = cost
+        self._many = vmap(grad_and_value(cost))
         self._evaluations = evaluations
         self._chunk = max(1, memory_budget // victim_bytes)
         self._compiled = torch.compile(self._many, dynamic=False) if execution == "compile" else None
@@ -91,11 +92,14 @@ class Objective:
         return losses.detach(), gradients.detach()
 
     def _loop(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
-        results = [
-            self._one(candidate, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
-            for candidate, index in zip(candidates, who.tolist(), strict=True)
-        ]
-        return torch.stack([loss.detach() for _, loss in results]), torch.stack([g.detach() for g, _ in results])
+        losses, gradients = [], []
+        with differentiate_by_autograd():
+            for candidate, index in zip(candidates, who.tolist(), strict=True):
+                leaf = candidate.detach().requires_grad_()
+                loss = self._cost(leaf, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
+                losses.append(loss.detach())
+                gradients.append(torch.autograd.grad(loss, leaf)[0])
+        return torch.stack(losses), torch.stack(gradients)
 
     @property
     def _count(self) -> int:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
@@ -104,7 +103,7 @@ class GradInversion(Attack):
             return loss
 
         def cost(candidate: Tensor, target: Gradients, label: Tensor, granted: Gradients) -> Tensor:
-            losses = vmap(one_seed, in_dims=(0, None, None, None))(candidate, target, label, granted)
+            losses = torch.stack([one_seed(seed, target, label, granted) for seed in candidate])
             return losses.mean() + self.group * (candidate - candidate.mean(0)).square().mean()
 
         objective = Objective(
