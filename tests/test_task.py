@@ -113,6 +113,8 @@ def test_batch_norm_in_eval_mode_uses_running_statistics():
     for name in expected:
         torch.testing.assert_close(every[name].mean(0), expected[name], rtol=1e-4, atol=1e-6)
     assert task.updated_buffers(inputs) == {}
+    torch.testing.assert_close(task.outputs(task.parameters, inputs), model(inputs))
+    assert list(task.gradients(inputs, labels)) == [name for name, _ in model.named_parameters()]
 
 
 def test_per_example_gradients_refuse_batch_statistics():

@@ -17,6 +17,7 @@ import torch
 import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks.presets import BUDGETS
+from gradveil.audit.run import choose_threads
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 
@@ -44,9 +45,8 @@ def run(case: dict, seed: int) -> dict:
     shape = dataset.train.input_shape
     name, parameters = parse_spec(case["model"])
     model = models.create(name, input_shape=shape, classes=10, seed=seed, **parameters)
-    if case.get("frozen_norm"):
-        model.eval()
     task = gradveil.Task(model, input_shape=shape, classes=10)
+    torch.set_num_threads(choose_threads(task.size))
     size, victims = case.get("batch_size", 1), case["victims"]
     local = gradveil.LocalSteps(**case["local"]) if "local" in case else None
     order = torch.randperm(len(dataset.test), generator=derived_generator(seed, "victims"))[: victims * size]
@@ -91,7 +91,6 @@ def show(name: str, done: int, total: int, left: float) -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
     config = json.loads((HERE / "config.json").read_text())
     presets = "--presets" in sys.argv
     results = HERE / ("presets.jsonl" if presets else "results.jsonl")

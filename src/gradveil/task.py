@@ -110,8 +110,12 @@ class Task:
             for name, module in model.named_modules()
             if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
         ]
-        for name in self._batch_norms:
-            _forget_running_statistics(self._stateless.get_submodule(name))
+        for name, module in model.named_modules():
+            if name in self._batch_norms:
+                _forget_running_statistics(self._stateless.get_submodule(name))
+            elif isinstance(module, _BatchNorm) and name:
+                parent, _, attribute = name.rpartition(".")
+                setattr(self._stateless.get_submodule(parent), attribute, _FrozenBatchNorm(module))
         self._stateless_names = {name for name, _ in _named_tensors(self._stateless)}
         self._evaluating = _share_tensors(model).eval()
         self.classifier, self.activations = self._look_inside()
@@ -486,6 +490,26 @@ class Task:
                 "Task: the model gives other outputs for the same inputs, so gradients would not be a function of the "
                 "data; put what is random in it (such as dropout) in eval mode"
             )
+
+
+class _FrozenBatchNorm(nn.Module):
+    """Batch norm by running statistics as the affine map it is: torch's own cannot be vmapped without a loop."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shape = [1, -1] + [1] * (inputs.ndim - 2)
+        scale = (self.running_var + self.eps).rsqrt()
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -self.running_mean * scale
+        shift = shift if self.bias is None else shift + self.bias
+        return inputs * scale.view(shape) + shift.view(shape)
 
 
 class _SmoothReLU(nn.Module):

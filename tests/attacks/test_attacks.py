@@ -127,6 +127,19 @@ def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
     assert found.loss[0] < 1e-6
 
 
+def test_large_batches_with_repeated_labels(generator):
+    """128 images at once: shapes, labels and memory; recovering them is another matter."""
+    task = gradveil.Task(
+        models.create("lenet", input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10
+    )
+    images, labels = torch.rand(128, 1, 28, 28, generator=generator), torch.randint(0, 10, (128,), generator=generator)
+    update = gradveil.defense("none").share(task, images, labels)
+    found = gradveil.attack("idlg", iterations=2).reconstruct(task, update, gradveil.ThreatModel(batch_size=128))
+    assert found.inputs.shape == (1, 128, 1, 28, 28)
+    right = (found.labels[0].bincount(minlength=10) - labels.bincount(minlength=10)).abs().sum()
+    assert right <= 8  # of 128
+
+
 def test_the_best_restart_is_chosen_by_the_attackers_loss(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     update = gradveil.defense("none").share(tiny_task, inputs[:1], labels[:1])
