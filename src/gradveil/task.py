@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -26,17 +25,19 @@ RELUS = (nn.ReLU, nn.LeakyReLU)
 LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy}
 
 
-_by_autograd: ContextVar[bool] = ContextVar("by_autograd", default=False)
+# A plain global, not a context variable: torch.compile traces the former and gives up on the latter.
+_by_autograd = False
 
 
 @contextmanager
 def differentiate_by_autograd() -> Iterator[None]:
     """Inside, `Task.gradient` uses torch.autograd: 1.1 to 1.3 times faster for one victim, but it cannot be vmapped."""
-    token = _by_autograd.set(True)
+    global _by_autograd
+    before, _by_autograd = _by_autograd, True
     try:
         yield
     finally:
-        _by_autograd.reset(token)
+        _by_autograd = before
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ class Task:
 
     def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of `loss` with respect to the parameters as a pure function."""
-        if _by_autograd.get():
+        if _by_autograd:
             leaves = {n: v if v.requires_grad else v.detach().requires_grad_() for n, v in parameters.items()}
             with torch.enable_grad():
                 loss = self.loss(leaves, inputs, labels)
