@@ -142,7 +142,7 @@ def targets(generator):
     return torch.randn(5, 3, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("execution", ["batch", "auto", pytest.param("compile", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("execution", ["batch", "auto", "compile", "compile-loop"])
 @by_either
 def test_every_execution_ends_where_the_loop_ends(targets, execution, optimise):
     start = torch.zeros(5, 3, dtype=torch.float64)
@@ -175,6 +175,7 @@ def test_auto_measures_and_says_what_it_chose(targets, monkeypatch):
     assert choose(alone=1.0, batched=10.0) == "loop"  # ten seconds for five victims are two for one
     assert choose(alone=1.0, batched=2.0) == "batch"
     assert choose(alone=1.0, batched=2.0, evaluations=10_000) == "compile"
+    assert choose(alone=1.0, batched=10.0, evaluations=10_000) == "compile-loop"
 
 
 def test_victims_leave_when_they_have_finished(targets):

@@ -140,7 +140,8 @@ class Attack(ABC):
             threat: what the attacker may know and use.
             generator: the attacker's randomness (starting points); default: fresh entropy.
             progress: called with (steps done, steps in all, seconds left).
-            execution: ``"loop"``, ``"batch"``, ``"compile"``, or ``"auto"``: whichever is faster, found by timing.
+            execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is faster,
+                found by timing.
         """
         started = time.perf_counter()
         victims = [Update(updates)] if isinstance(updates, Mapping) and not isinstance(updates, Update) else updates

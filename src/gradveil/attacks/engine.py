@@ -23,7 +23,7 @@ from gradveil.task import differentiate_by_autograd
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, seconds left) after every step."""
 
-EXECUTIONS = ("auto", "loop", "batch", "compile")
+EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
 
 # What torch.compile takes, measured on two cores: lenet (10 tensors) 20 to 50 s, convnet (34) 75, resnet18 (62) 180.
 COMPILE_SECONDS_PER_TENSOR = 3.5
@@ -37,8 +37,8 @@ class Objective:
     Args:
         cost: ``cost(candidate, *victim)`` for one victim, a scalar; must be vmap-able.
         victims: tensors with a leading victim dimension (or nests of them), handed to `cost` one victim each.
-        execution: ``"loop"``: victim by victim; ``"batch"``: one vmapped program; ``"compile"``: that one compiled;
-            ``"auto"``: whichever is faster, found out by timing the first evaluations.
+        execution: ``"loop"``: victim by victim; ``"batch"``: one vmapped program; ``"compile-loop"`` and ``"compile"``:
+            these two compiled; ``"auto"``: whichever is faster, found out by timing the first evaluations.
         evaluations: how many evaluations of all victims are to come, so that ``"auto"`` can tell whether compiling
             earns its time back.
         victim_bytes: memory one victim takes while it is evaluated.
@@ -66,7 +66,7 @@ class Objective:
         self._many = vmap(grad_and_value(cost))
         self._evaluations = evaluations
         self._chunk = max(1, memory_budget // victim_bytes)
-        self._compiled = torch.compile(self._many, dynamic=False) if execution == "compile" else None
+        self._compiled = self._compile(execution)
 
     def __call__(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         """Losses ``[n]`` and gradients ``[n, ...]`` of the candidates of victims `who`."""
@@ -81,11 +81,18 @@ class Objective:
             return self._loop(candidates, who)
         if self.execution == "batch":
             return self._batch(self._many, candidates, who)
+        if self.execution == "compile-loop":
+            parts = [self._batch(self._compiled, c, w) for c, w in zip(candidates, who, strict=True)]
+            return torch.stack([loss for loss, _ in parts]), torch.stack([gradient for _, gradient in parts])
         # One shape, one compilation: a batch that has shrunk is filled up with its first victim.
         missing = min(self._chunk, self._count) - len(who)
         filled = torch.cat([candidates, candidates[:1].expand(missing, *candidates.shape[1:])])
         losses, gradients = self._batch(self._compiled, filled, torch.cat([who, who[:1].expand(missing)]))
         return losses[: len(who)], gradients[: len(who)]
+
+    def _compile(self, execution: str) -> Any:
+        functions = {"compile": self._many, "compile-loop": grad_and_value(self._cost)}
+        return torch.compile(functions[execution], dynamic=False) if execution in functions else None
 
     def _batch(self, function: Any, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         gradients, losses = function(candidates, *tree_map(lambda tensor: tensor[who], self._victims))
@@ -109,15 +116,14 @@ class Objective:
         """Time a victim alone and a victim in the batch; compile if the whole run is long enough to earn it back."""
         chunk = min(self._chunk, len(who))
         alone = _seconds(lambda: self._loop(candidates[:1], who[:1]))
-        if chunk == 1:
-            return "loop"
-        batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], who[:chunk])) / chunk
-        best = min(alone, batched)
-        tensors = len(tree_leaves(self._victims))
-        saved = best * self._count * self._evaluations * (1 - 1 / COMPILE_GAIN)
-        if batched <= alone and saved > COMPILE_SECONDS_PER_TENSOR * tensors and candidates.device.type == "cpu":
-            self._compiled = torch.compile(self._many, dynamic=False)
-            return "compile"
+        batched = math.inf
+        if chunk > 1:
+            batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], who[:chunk])) / chunk
+        saved = min(alone, batched) * self._count * self._evaluations * (1 - 1 / COMPILE_GAIN)
+        if saved > COMPILE_SECONDS_PER_TENSOR * len(tree_leaves(self._victims)):
+            chosen = "compile" if batched < alone else "compile-loop"
+            self._compiled = self._compile(chosen)
+            return chosen
         return "batch" if batched < alone else "loop"
 
 
