@@ -301,7 +301,7 @@ def test_wrong_parameters_are_refused(arguments, message):
 
 
 def test_wrong_norm_is_refused():
-    with pytest.raises(ParameterError, match="vgg11: norm must be one of batch, group, none, got 'layer'"):
+    with pytest.raises(ParameterError, match="vgg11: norm must be one of batch, frozen, group, none, got 'layer'"):
         models.create("vgg11", input_shape=CIFAR, classes=10, norm="layer")
 
 
