@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from gradveil.errors import ParameterError, UnknownNameError
 
@@ -77,6 +77,38 @@ class Registry(Generic[T]):
                 takes = ", ".join(known) or "no parameters"
                 raise UnknownNameError(f"{name}: unknown parameter {parameter!r}; it takes: {takes}")
         return factory(*args, **parameters)
+
+
+class Method:
+    """A registered dataclass whose fields are its parameters, and whose repr and str build it again.
+
+    `factory` is the public function that does so.
+
+    Example:
+        >>> @dataclasses.dataclass(repr=False)
+        ... class Shift(Method):
+        ...     name, factory = "shift", "gradveil.defense"
+        ...     by: float = 0.5
+        >>> Shift(), str(Shift())
+        (gradveil.defense('shift', by=0.5), 'shift:by=0.5')
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    factory: ClassVar[str]
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The parameters by name, as the factory takes them."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        return {field.name: getattr(self, field.name) for field in fields if field.init}
+
+    def __str__(self) -> str:
+        return format_spec(self.name, self.parameters)
+
+    def __repr__(self) -> str:
+        arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())
+        return f"{self.factory}({self.name!r}{arguments})"
 
 
 def parameter_names(factory: Callable[..., Any]) -> list[str]:

@@ -103,10 +103,10 @@ def compute_update(
         generator: shuffles the examples before every epoch; default: fresh entropy.
         gradients: computes the gradient of one step; defenses that act in every step put theirs here.
     """
-    task.check(inputs, labels)
     if local is None:
         meta = Meta(samples=len(inputs), buffers=task.updated_buffers(inputs))
         return Update(gradients(task, inputs, labels), meta)
+    task.check(inputs, labels)
     generator = generator or fresh_generator(inputs.device)
     current, buffers = task.parameters, dict[str, Tensor]()
     # (start - end) / lr is the sum of the steps' gradients; summing them loses no digits to cancellation.

@@ -1,11 +1,9 @@
 """The contract of an attack: what it is given, what it may know, what it returns."""
 
-import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,7 +14,7 @@ from gradveil.attacks.labels import infer_labels
 from gradveil.defenses import Defense
 from gradveil.errors import InputError, ParameterError, ThreatModelError
 from gradveil.randomness import fresh_generator
-from gradveil.registry import Registry, format_spec
+from gradveil.registry import Method, Registry
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
 
@@ -111,7 +109,7 @@ class Found:
     labels: Tensor
 
 
-class Attack(ABC):
+class Attack(Method, ABC):
     """Recovers training data from updates.
 
     A new attack is one file: a dataclass registered with ``@ATTACKS.register(name)`` whose fields are its parameters,
@@ -119,8 +117,7 @@ class Attack(ABC):
     model: never the data.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
+    factory = "gradveil.attack"
 
     def reconstruct(
         self,
@@ -214,19 +211,6 @@ class Attack(ABC):
                 f"{self.name}: the model has no linear classifier to infer labels from; "
                 "use ThreatModel(labels='known', known_labels=...)"
             )
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters by name, as the factory takes them."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.init}
-
-    def __str__(self) -> str:
-        return format_spec(self.name, self.parameters)
-
-    def __repr__(self) -> str:
-        arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())
-        return f"gradveil.attack({self.name!r}{arguments})"
 
 
 def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -> None:

@@ -35,9 +35,10 @@ class DLG(Attack):
         >>> from gradveil import models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3, activation="sigmoid")
         >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
-        >>> image, label = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
-        >>> found = DLG(iterations=200, restarts=4).reconstruct(task, update, ThreatModel())
+        >>> attack, generator = DLG(iterations=200, restarts=4), torch.manual_seed(0)
+        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
         >>> found.labels.tolist()
         [[2]]
     """

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Objective, Progress, adam
-from gradveil.attacks.matching import simulate, squared_distance, total_variation, victim_bytes
+from gradveil.attacks.matching import check_variation, simulate, squared_distance, total_variation, victim_bytes
 from gradveil.errors import ThreatModelError
 from gradveil.task import Gradients, Task
 
@@ -43,9 +43,10 @@ class GradInversion(Attack):
         >>> from gradveil import models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
         >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
-        >>> image, label = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
-        >>> found = GradInversion(iterations=300, tv=0.0, l2=0.0).reconstruct(task, update, ThreatModel())
+        >>> attack, generator = GradInversion(iterations=300, tv=0.0, l2=0.0), torch.manual_seed(0)
+        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
         >>> bool((found.inputs[0] - image).abs().mean() < 0.1)
         True
     """
@@ -70,8 +71,7 @@ class GradInversion(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images; granted statistics are those of one step."""
         super().check_threat(task, threat)
-        if self.tv and len(task.input_shape) != 3:
-            raise ThreatModelError(f"{self.name}: total variation needs images, got {list(task.input_shape)}; use tv=0")
+        check_variation(self.name, self.tv, task)
         if threat.statistics is not None and threat.local is not None:
             raise ThreatModelError(f"{self.name}: batch-norm statistics are used for single gradients only")
 

@@ -36,9 +36,10 @@ class IDLG(Attack):
         >>> from gradveil import models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
         >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
-        >>> image, label = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
-        >>> found = IDLG(iterations=100).reconstruct(task, update, ThreatModel())
+        >>> attack, generator = IDLG(iterations=100), torch.manual_seed(0)
+        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
         >>> found.labels.tolist(), bool((found.inputs[0] - image).abs().max() < 0.05)
         ([[2]], True)
     """

@@ -8,8 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import Search, cosine_distance, match, total_variation
-from gradveil.errors import ThreatModelError
+from gradveil.attacks.matching import Search, check_variation, cosine_distance, match, total_variation
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
@@ -49,9 +48,10 @@ class InvertingGradients(Attack):
         >>> from gradveil import models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
         >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
-        >>> image, label = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
-        >>> found = InvertingGradients(iterations=200, tv=0.0).reconstruct(task, update, ThreatModel())
+        >>> attack, generator = InvertingGradients(iterations=200, tv=0.0), torch.manual_seed(0)
+        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
         >>> bool((found.inputs[0] - image).abs().mean() < 0.1)
         True
     """
@@ -125,8 +125,4 @@ class InvertingGradients(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images."""
         super().check_threat(task, threat)
-        if self.tv and len(task.input_shape) != 3:
-            raise ThreatModelError(
-                f"{self.name}: total variation is defined for images [channels, height, width], the inputs have shape "
-                f"{list(task.input_shape)}; use tv=0"
-            )
+        check_variation(self.name, self.tv, task)

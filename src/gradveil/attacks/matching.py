@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import Found
 from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restarts, lbfgs
+from gradveil.errors import ThreatModelError
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
 
@@ -93,9 +94,7 @@ def match(
     """
     precision = torch.float64 if search.optimiser == "lbfgs" else task.dtype
     repeated = {name: value.to(precision).repeat_interleave(search.restarts, 0) for name, value in targets.items()}
-    repeated_labels = _label_orders(labels, search.restarts if local else 1).repeat_interleave(
-        1 if local else search.restarts, 0
-    )
+    repeated_labels = _label_orders(labels, search.restarts) if local else labels.repeat_interleave(search.restarts, 0)
     stages = search.smoothing or (None,)
     total = search.iterations * len(stages)
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), search.execution
@@ -186,6 +185,15 @@ def cosine_distance(gradients: Gradients, target: Gradients) -> Tensor:
 
     lengths = dot(gradients, gradients).clamp_min(tiny) * dot(target, target).clamp_min(tiny)
     return 1 - dot(gradients, target) / lengths.sqrt()
+
+
+def check_variation(owner: str, tv: float, task: Task) -> None:
+    """Refuse total variation where the inputs are no images."""
+    if tv and len(task.input_shape) != 3:
+        raise ThreatModelError(
+            f"{owner}: total variation is defined for images [channels, height, width], the inputs have shape "
+            f"{list(task.input_shape)}; use tv=0"
+        )
 
 
 def total_variation(images: Tensor, *, rounding: float = 0.0) -> Tensor:

@@ -3,14 +3,14 @@
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
-from gradveil.registry import Registry, format_spec
+from gradveil.registry import Method, Registry
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, compute_update, weighted_mean
 
@@ -21,7 +21,7 @@ Public = Mapping[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 
 
-class Defense(ABC):
+class Defense(Method, ABC):
     """What a client does to its update before anybody sees it, and what the server does with the updates.
 
     A new defense is one file: a dataclass registered with ``@DEFENSES.register(name)`` whose fields are its
@@ -29,8 +29,7 @@ class Defense(ABC):
     needs the client's data overrides `share`.
     """
 
-    name: ClassVar[str]
-    paper: ClassVar[str]
+    factory = "gradveil.defense"
     gradient_only: bool = False  # True: `perturb` works without the client's data
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
@@ -97,19 +96,6 @@ class Defense(ABC):
     ) -> Update:
         """What the server makes of the updates of a round: their weighted mean."""
         return weighted_mean(updates, weights)
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """The parameters by name, as the factory takes them."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.init}
-
-    def __str__(self) -> str:
-        return format_spec(self.name, self.parameters)
-
-    def __repr__(self) -> str:
-        arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())
-        return f"gradveil.defense({self.name!r}{arguments})"
 
 
 class Perturbation(Defense):
