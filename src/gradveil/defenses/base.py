@@ -185,8 +185,9 @@ class ErrorFeedback(Defense):
     .. math:: P = g + e, \quad sent = D(P), \quad e \leftarrow P - sent
 
     The residual `e` lives in the client's `memory` under ``residual/<layer>``, so the same mapping must be passed
-    every round. What was held back leaves the client later: over many rounds the sum of the updates approaches the
-    sum of the gradients, and around additive noise the noise cancels. It restores utility, not privacy.
+    every round. What was held back leaves the client later, as far as the inner defense ever lets it through (dual
+    pruning may hold the same large coordinates back for ever); around additive noise the noise cancels over the
+    rounds. It restores utility, not privacy.
 
     Args:
         inner: a gradient-only defense.

@@ -273,7 +273,7 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     if fed_back:
         yield (
             f"{_names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
-            "held back; over many rounds it sends it all."
+            "held back; later rounds send of it what the defense lets through."
         )
     stopped = any(outcome(audit, defense) is Outcome.STOPS for defense in audit.real_defenses)
     if stopped and not any(row.adaptive for row in audit.attempts):
