@@ -3,7 +3,7 @@ import torch
 
 import gradveil
 from gradveil.defenses.base import Defense, Perturbation, scoped
-from gradveil.errors import InputError, ParameterError
+from gradveil.errors import InputError, ParameterError, UnknownNameError
 
 
 class NeedsData(Defense):
@@ -44,8 +44,15 @@ def test_error_feedback_needs_a_memory_and_a_gradient_only_defense():
         gradveil.ErrorFeedback(gradveil.defense("top-k")).perturb({"w": torch.ones(3)})
     with pytest.raises(ParameterError, match="must need only gradients, got needs-data"):
         gradveil.ErrorFeedback(NeedsData())
-    with pytest.raises(ParameterError, match="own-aggregate aggregates in its own way"):
-        gradveil.ErrorFeedback(OwnAggregate())
+    with pytest.raises(ParameterError, match="error-feedback: clip must be a number above 0, got 0"):
+        gradveil.defense("top-k+error-feedback:clip=0")
+    with pytest.raises(UnknownNameError, match="error-feedback: unknown parameter 'decay'; it takes: clip"):
+        gradveil.defense("top-k+error-feedback:decay=0.9")
+
+
+def test_error_feedback_leaves_the_server_side_to_the_inner_defense():
+    first, second = (gradveil.Update({"w": torch.tensor([v])}) for v in (1.0, 3.0))
+    assert gradveil.ErrorFeedback(OwnAggregate()).aggregate([first, second])["w"].tolist() == [1.0]
 
 
 def test_a_memory_of_another_model_is_refused():
@@ -115,7 +122,7 @@ def test_a_defense_that_announces_comes_first_and_keeps_its_memory(tiny_task, ti
     class Announcer(OwnAggregate):
         name = "announcer"
 
-        def announce(self, task, inputs, labels, *, generator=None, memory=None):
+        def announce(self, task, inputs, labels, *, generator=None, memory=None, local=None):
             memory["told"] = inputs
             return {"places": inputs}
 

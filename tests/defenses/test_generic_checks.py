@@ -65,11 +65,21 @@ CASES = [
         ),
     ),
     Case(
+        "aligned-dual-pruning",
+        {"k1": 0.1, "keep": 0.3},
+        {"k1": 0.0, "keep": 1.0},
+        bad=(
+            ({"k1": 1}, "aligned-dual-pruning: k1 must be a number of at least 0 and below 1, got 1"),
+            ({"keep": 0}, "aligned-dual-pruning: keep must be a number above 0 and at most 1, got 0"),
+        ),
+    ),
+    Case(
         "gradient-dropout",
         {"keep": 0.5, "std": 0.1},
         {"keep": 1.0},
         random=True,
         bad=(
+            ({"scale": "global"}, "gradient-dropout: scale must be one of absolute, layer, got 'global'"),
             ({"keep": 0.0}, "gradient-dropout: keep must be a number above 0 and at most 1, got 0.0"),
             ({"std": -1}, "gradient-dropout: std must be a number of at least 0, got -1"),
         ),
@@ -79,6 +89,9 @@ CASES = [
 # Wrappers are checked like the defenses they wrap, under their own way of being built.
 WRAPPED = [
     "dual-pruning:k1=0.1,k2=0.5+error-feedback",
+    "dual-pruning:k1=0.1,k2=0.5+error-feedback:clip=0.75",
+    "aligned-dual-pruning:k1=0.1,keep=0.3+error-feedback",
+    "gradient-dropout:keep=0.5,std=1.0,scale=layer",
     "top-k:keep=0.3+gaussian-noise:std=0.1",
     "top-k:keep=0.3+gaussian-noise:std=0.1+error-feedback",
 ]

@@ -76,14 +76,55 @@ def test_dual_pruning_always_hides_the_largest_bias_entry():
     assert sample("dual-pruning", bias, k1=0.05, k2=0.1)[1] == 0
 
 
-def test_gradient_dropout_is_unbiased_and_as_far_as_predicted():
+def test_gradient_dropout_shares_with_the_stated_probability():
     value = torch.randn(SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    keep, std = 0.7, 0.4
-    sent = sample("gradient-dropout", value, keep=keep, std=std)
-    error = sent - value
-    assert abs(float(error.mean())) < 4 * float(error.std()) / SIZE**0.5
-    squared = error.square()
-    expected = (1 - keep) / keep * float(value.square().mean()) + (1 - keep) * std**2
-    assert abs(float(squared.mean()) - expected) < 4 * float(squared.std()) / SIZE**0.5
+    keep = 0.7
+    sent = sample("gradient-dropout", value, keep=keep, std=0.4)
     exactly_shared = torch.isclose(sent, value / keep, rtol=1e-12, atol=0)
     assert float(exactly_shared.double().mean()) == pytest.approx(keep, abs=4 * (keep * (1 - keep) / SIZE) ** 0.5)
+    decoys = sent[~exactly_shared] / 0.4
+    assert abs(float(decoys.square().mean()) - 1) < 4 * (2 / len(decoys)) ** 0.5
+
+
+def test_decoys_of_the_layers_scale_spread_like_what_is_shared():
+    value = 1e-4 * torch.randn(SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    sent = sample("gradient-dropout", value, keep=0.5, std=2.0, scale="layer")
+    decoys = sent[~torch.isclose(sent, value / 0.5, rtol=1e-12, atol=0)]
+    spread = 2.0 * float((value / 0.5).square().mean().sqrt())
+    assert float(decoys.square().mean().sqrt()) == pytest.approx(spread, rel=0.02)
+
+
+def starvation(spec: str, noise: float, rounds: int = 300) -> tuple[int, float, float]:
+    """Coordinates never sent, residual energy in units of the gradient's, and the cosine of all sent to all wanted."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(1000, generator=generator) * torch.rand(1000, generator=generator)
+    defense, memory = gradveil.defense(spec), {}
+    times, sent, wanted = torch.zeros(1000), torch.zeros(1000), torch.zeros(1000)
+    for _ in range(rounds):
+        gradient = base + noise * base.std() * torch.randn(1000, generator=generator)
+        update = defense.perturb({"w": gradient}, memory=memory)["w"]
+        times += update != 0
+        sent += update
+        wanted += gradient
+    energy = float(memory["residual/w"].square().sum() / base.square().sum())
+    return int((times == 0).sum()), energy, float(torch.cosine_similarity(sent, wanted, dim=0))
+
+
+def test_plain_error_feedback_starves_the_largest_coordinates_and_clipping_frees_them():
+    never, energy, cosine = starvation("dual-pruning+error-feedback", noise=2)
+    assert never > 20
+    assert energy > 1e4
+    freed, bounded, better = starvation("dual-pruning+error-feedback:clip=0.75", noise=2)
+    assert freed == 0
+    assert bounded < 10
+    assert better > cosine + 0.1
+
+
+def test_on_a_gradient_that_stays_the_same_clipping_bounds_the_residual_but_frees_nothing():
+    """The largest values of such a gradient are in the top by themselves: no remedy on the residual can send them."""
+    never, energy, _ = starvation("dual-pruning+error-feedback", noise=0)
+    still, bounded, _ = starvation("dual-pruning+error-feedback:clip=0.75", noise=0)
+    assert never >= 50
+    assert still >= 50
+    assert energy > 1e4
+    assert bounded < 10

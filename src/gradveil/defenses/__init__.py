@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation
-from gradveil.errors import ParameterError
+from gradveil.errors import ParameterError, UnknownNameError
 from gradveil.registry import parse_spec
 
 for _module in iter_modules(__path__):
@@ -34,9 +34,10 @@ def create(spec: str, /, **parameters: Any) -> Defense:
         if name == "error-feedback":
             if not parts:
                 raise ParameterError("error-feedback wraps a defense: write NAME+error-feedback")
-            if given:
-                raise ParameterError(f"error-feedback takes no parameters, got {given}")
-            parts = [ErrorFeedback(_join(parts))]
+            unknown = sorted(set(given) - {"clip"})
+            if unknown:
+                raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: clip")
+            parts = [ErrorFeedback(_join(parts), **given)]
         else:
             parts.append(DEFENSES.create(name, **given, **parameters))
     return _join(parts)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from gradveil import checks, wire
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.errors import NotFiniteError, ParameterError
+from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps
@@ -153,11 +153,8 @@ def train(
         def randomness(client: int, purpose: str, number: int = number) -> torch.Generator:
             return derived_generator(seed, purpose, number, client, device=task.device)
 
-        elected = next(iter(batches))
         try:
-            announced = defense.announce(
-                current, *batches[elected], generator=randomness(elected, "announce"), memory=memories[elected]
-            )
+            announced = _announcement(defense, current, batches, randomness, memories, training.local)
             updates = [
                 defense.share(
                     current,
@@ -195,6 +192,27 @@ def train(
     accuracy, loss = evaluate(trained, dataset.test)
     history.append((len(seconds), accuracy))
     return TrainingResult(trained, accuracy, loss, _mean(seconds), _mean(uploads), _mean(downloads), history, diverged)
+
+
+def _announcement(
+    defense: Defense,
+    task: Task,
+    batches: Mapping[int, tuple[Tensor, Tensor]],
+    randomness: Callable[[int, str], torch.Generator],
+    memories: Mapping[int, dict[str, Tensor]],
+    local: LocalSteps | None,
+) -> Mapping[str, Tensor] | None:
+    """What the elected client, the first of the round, announces; if the server has to refuse it, the next one's."""
+    for client, batch in batches.items():
+        announced = defense.announce(
+            task, *batch, generator=randomness(client, "announce"), memory=memories[client], local=local
+        )
+        try:
+            defense.check_public(announced, task.parameters)
+        except InputError:
+            continue
+        return announced
+    return None
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -1,6 +1,7 @@
 """How close a reconstruction comes to the original, and whether that counts as a leak."""
 
 from gradveil.metrics.blind import blind_guess
+from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
@@ -20,6 +21,8 @@ __all__ = [
     "Score",
     "Scorer",
     "blind_guess",
+    "decoy_auc",
+    "decoy_scores",
     "label_accuracy",
     "leaked",
     "lpips",

@@ -1,0 +1,134 @@
+"""Aligned Dual Gradient Pruning: all clients of a round send inside one published set of locations."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public
+from gradveil.defenses.selection import keep_ranks, largest, share_of
+from gradveil.errors import InputError
+from gradveil.randomness import Draws
+from gradveil.update import Update, weighted_mean
+
+
+@DEFENSES.register("aligned-dual-pruning")
+@dataclass(repr=False)
+class AlignedDualPruning(Perturbation):
+    r"""Aligned DGP (ADGP): dual pruning inside a location set that one client publishes for the round.
+
+    The protocol of a round, with n values in a layer:
+
+    1. An elected client publishes the set I of its ``ceil(2 keep n)`` largest values (`announce`).
+    2. Every client zeroes its own ``ceil(k1 n)`` largest values, then sends the ``ceil(keep n)`` largest of what is
+       left inside I, or all of it where less is left (`share`).
+    3. The server averages and returns the locations in I, nothing else (`aggregate`). Since both sides know I, the
+       aggregate needs no positions at all, and the updates only say which part of I they fill.
+
+    An announcement that does not fit the model, or marks more than it may, is refused and another client elected. A
+    well-formed lie cannot be told from the truth: whoever publishes the locations of its *smallest* values
+    makes everyone's update nearly useless for that round (the paper's own limit; error feedback brings the values
+    back in honest rounds). The announcement also tells the server where the publisher's largest values lie, those
+    that pruning withholds included: the publisher pays for the others' download.
+
+    A client without an announcement (``public=None``) follows its own set. Ties are broken by position.
+
+    Args:
+        k1: share of the largest values that every client withholds.
+        keep: share of values that is sent. k1 = 0 and keep = 1 is the identity.
+
+    References:
+        Xue et al., Revisiting Gradient Pruning: A Dual Realization for Defending against Gradient Attacks, AAAI 2024,
+        section on download cost and appendix D.
+
+    Example:
+        >>> defense = AlignedDualPruning(k1=0.2, keep=0.4)
+        >>> first, second = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0])
+        >>> public = defense.publish({"w": first})
+        >>> public["w"].tolist()
+        [True, True, True, True, False]
+        >>> defense.perturb({"w": second}, public=public)["w"].tolist()
+        [0.0, 2.0, 0.0, 4.0, 0.0]
+    """
+
+    paper = "Xue et al., AAAI 2024"
+
+    k1: float = 0.05
+    keep: float = 0.2
+
+    def __post_init__(self) -> None:
+        self.k1 = checks.number(self.name, "k1", self.k1, low=0, below=1)
+        self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
+
+    def publish(self, gradients: Mapping[str, Tensor]) -> Public:
+        """The location set I: a mask a layer."""
+        return {name: self._own_set(value.reshape(1, -1)).reshape(value.shape) for name, value in gradients.items()}
+
+    def check_public(self, public: Public | None, parameters: Mapping[str, Tensor]) -> None:
+        """Refuse a set of other layers, shapes or types, or a larger one than `publish` makes."""
+        if public is None:
+            return
+        if public.keys() != parameters.keys():
+            differing = sorted(public.keys() ^ parameters.keys())
+            raise InputError(
+                f"{self.name}: expected a location set for each layer of the model, differs in {differing}"
+            )
+        for name, mask in public.items():
+            expected = parameters[name]
+            if mask.dtype != torch.bool or mask.shape != expected.shape:
+                raise InputError(
+                    f"{self.name}: expected for {name!r} a mask (torch.bool) of shape {list(expected.shape)}, "
+                    f"got {mask.dtype} of shape {list(mask.shape)}"
+                )
+            limit, marked = self._set_size(expected.numel()), int(mask.sum())
+            if marked > limit:
+                raise InputError(f"{self.name}: the set of {name!r} may mark {limit} locations, got {marked}")
+
+    def locations(self, public: Public | None) -> Public | None:
+        """The announced set: every update and the aggregate lie in it."""
+        return public
+
+    def perturb_layers(
+        self, layers: Mapping[str, Tensor], draws: Draws, public: Public | None = None
+    ) -> dict[str, Tensor]:
+        """Each client's band inside the set."""
+        if public is None:
+            return super().perturb_layers(layers, draws)
+        return {name: self._inside(rows, public[name].flatten()) for name, rows in layers.items()}
+
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
+        """Without an announcement: each client inside its own set."""
+        return torch.cat([self._inside(row, self._own_set(row).flatten()) for row in torch.split(rows, 1)])
+
+    def aggregate(
+        self,
+        updates: Sequence[Update],
+        *,
+        weights: Sequence[float] | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+    ) -> Update:
+        """The weighted mean inside the set; what a client sent outside of it is ignored."""
+        mean = weighted_mean(updates, weights)
+        self.check_public(public, mean)
+        if public is None:
+            return mean
+        return Update({name: value.where(public[name], 0) for name, value in mean.items()}, mean.meta)
+
+    def _set_size(self, values: int) -> int:
+        return min(values, share_of(2 * self.keep, values, math.ceil))
+
+    def _own_set(self, rows: Tensor) -> Tensor:
+        return largest(rows, self._set_size(rows.shape[1]))
+
+    def _inside(self, rows: Tensor, marked: Tensor) -> Tensor:
+        values = rows.shape[1]
+        top = share_of(self.k1, values, math.ceil)
+        without_top = keep_ranks(rows, top, values)
+        inside = keep_ranks(without_top[:, marked], 0, share_of(self.keep, values, math.ceil))
+        sent = torch.zeros_like(rows)
+        sent[:, marked] = inside
+        return sent

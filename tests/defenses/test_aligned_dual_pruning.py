@@ -1,0 +1,128 @@
+"""The protocol of Aligned Dual Gradient Pruning, and what a lying publisher does to it."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradveil
+from gradveil import models
+from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
+from gradveil.defenses.selection import largest
+from gradveil.errors import InputError
+from gradveil.federation.local import Training, train
+
+
+def gradient(seed: int, size: int = 40) -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(size, generator=torch.Generator().manual_seed(seed)).round(decimals=1)}
+
+
+def slow_share(values: list[float], marked: list[bool], k1: float, keep: float) -> list[float]:
+    """The protocol's step 2 as one would say it."""
+    n = len(values)
+    ranked = sorted(range(n), key=lambda i: (-abs(values[i]), i))
+    withheld = set(ranked[: math.ceil(round(k1 * n, 9))])
+    # A withheld value counts as zero, so among equals it stands where its position puts it.
+    candidates = [i for i in range(n) if marked[i]]
+    candidates.sort(key=lambda i: (-(0 if i in withheld else abs(values[i])), i))
+    sent = set(candidates[: math.ceil(round(keep * n, 9))]) - withheld
+    return [values[i] if i in sent else 0.0 for i in range(n)]
+
+
+@given(st.integers(0, 500), st.integers(1, 60), st.sampled_from([0.0, 0.05, 0.3]), st.sampled_from([0.05, 0.2, 0.7]))
+def test_clients_send_the_largest_of_what_is_left_inside_the_set(seed, size, k1, keep):
+    defense = AlignedDualPruning(k1=k1, keep=keep)
+    publisher, client = gradient(seed, size), gradient(seed + 1000, size)
+    public = defense.publish(publisher)
+    assert int(public["w"].sum()) == min(size, math.ceil(round(2 * keep * size, 9)))
+    assert torch.equal(public["w"], largest(publisher["w"][None], int(public["w"].sum()))[0])
+    sent = defense.perturb(client, public=public)["w"]
+    assert sent.tolist() == slow_share(client["w"].tolist(), public["w"].tolist(), k1, keep)
+
+
+def test_many_clients_follow_one_set_as_each_would_alone():
+    defense = AlignedDualPruning()
+    clients = [gradient(seed) for seed in range(5)]
+    public = defense.publish(clients[0])
+    together = defense.perturb_clients({"w": torch.stack([c["w"] for c in clients])}, public=public)["w"]
+    for client, row in zip(clients, together, strict=True):
+        assert torch.equal(defense.perturb(client, public=public)["w"], row)
+
+
+def test_the_server_returns_only_the_set():
+    defense = AlignedDualPruning(keep=0.25)
+    public = {"w": torch.tensor([True, True, False, False])}
+    honest = gradveil.Update({"w": torch.tensor([2.0, 0.0, 0.0, 0.0])})
+    disobedient = gradveil.Update({"w": torch.tensor([0.0, 4.0, 8.0, 8.0])})
+    aggregate = defense.aggregate([honest, disobedient], weights=[3, 1], public=public)
+    assert aggregate["w"].tolist() == [1.5, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("public", "message"),
+    [
+        ({}, r"a location set for each layer of the model, differs in \['w'\]"),
+        (
+            {"w": torch.zeros(3, dtype=torch.bool)},
+            r"a mask \(torch.bool\) of shape \[40\], got torch.bool of shape \[3\]",
+        ),
+        ({"w": torch.zeros(40)}, r"got torch.float32 of shape \[40\]"),
+        ({"w": torch.ones(40, dtype=torch.bool)}, "the set of 'w' may mark 16 locations, got 40"),
+    ],
+)
+def test_an_announcement_that_does_not_fit_is_refused(public, message):
+    defense = AlignedDualPruning()
+    for wrapped in (defense, gradveil.ErrorFeedback(defense), gradveil.Chain(defense, gradveil.defense("top-k"))):
+        with pytest.raises(InputError, match=message):
+            wrapped.check_public(public, gradient(0))
+    with pytest.raises(InputError, match=message):
+        defense.perturb(gradient(0), public=public)
+    with pytest.raises(InputError, match=message):
+        defense.aggregate([gradveil.Update(gradient(0))], public=public)
+
+
+def test_with_error_feedback_the_set_is_made_of_gradient_and_residual(tiny_task, tiny_batch):
+    defense = gradveil.defense("aligned-dual-pruning+error-feedback")
+    gradients = tiny_task.gradients(*tiny_batch)
+    memory = {f"residual/{name}": torch.randn_like(value) for name, value in gradients.items()}
+    public = defense.announce(tiny_task, *tiny_batch, memory=memory)
+    wanted = {name: value + memory[f"residual/{name}"] for name, value in gradients.items()}
+    expected = defense.inner.publish(wanted)
+    assert all(torch.equal(public[name], expected[name]) for name in wanted)
+    sent = defense.share(tiny_task, *tiny_batch, memory=memory, public=public)
+    for name in wanted:
+        assert not sent[name][~public[name]].any()
+        torch.testing.assert_close(sent[name] + memory[f"residual/{name}"], wanted[name])
+
+
+class Liar(AlignedDualPruning):
+    """Its publisher names the locations of its smallest values."""
+
+    name = "liar"
+
+    def publish(self, gradients):
+        return super().publish({name: 1 / (1e-9 + value.abs()) for name, value in gradients.items()})
+
+
+class Garbler(AlignedDualPruning):
+    """Its publisher sends something that is no location set at all."""
+
+    name = "garbler"
+
+    def publish(self, gradients):
+        return {"nonsense": torch.ones(3)}
+
+
+def test_a_round_survives_a_lying_publisher_and_the_damage_shows(two_blobs):
+    """A well-formed lie costs that round's progress and breaks nothing; a malformed one only costs an election."""
+    shape = two_blobs.train.input_shape
+    task = gradveil.Task(models.create("mlp", input_shape=shape, classes=2), input_shape=shape, classes=2)
+    training = Training(rounds=15, clients=4, batch_size=16, lr=0.05)
+    results = {kind.name: train(task, two_blobs, kind(), training) for kind in (AlignedDualPruning, Liar, Garbler)}
+    assert all(result.diverged is None for result in results.values())
+    honest = results["aligned-dual-pruning"].loss
+    assert results["liar"].loss > honest + 0.3
+    # No announcement is acceptable, so every client follows its own set.
+    assert results["garbler"].loss < honest + 0.3
