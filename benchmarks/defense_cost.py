@@ -4,7 +4,7 @@ Usage: python benchmarks/defense_cost.py [--spec SPEC]... [--scaling]
 
 The gradient has the shapes of resnet18's parameters, 11 million values, and the yardstick is one `torch.randn_like` of
 every layer, measured in the same run: absolute times mean little on a shared machine. Goals: dual-pruning, top-k and
-gradient-dropout at most 4, error feedback at most 2 more than what it wraps. With --scaling the same defenses run on one
+gradient-dropout at most 4, error feedback at most 2 more than what it wraps. With --scaling the defenses run on one
 layer of 1e5 to 1e8 values; a linear method keeps its time a value.
 """
 
