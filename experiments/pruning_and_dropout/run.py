@@ -44,17 +44,18 @@ class LyingPublisher(AlignedDualPruning):
         return super().publish(gradients)
 
 
-def task_of(dataset: data.Dataset, spec: str) -> gradveil.Task:
+def task_of(dataset: data.Dataset, spec: str, **normalisation: list[float]) -> gradveil.Task:
     shape = dataset.train.input_shape
     name, parameters = parse_spec(spec)
     model = models.create(name, input_shape=shape, classes=len(dataset.classes), seed=SEED, **parameters)
-    return gradveil.Task(model, input_shape=shape, classes=len(dataset.classes))
+    return gradveil.Task(model, input_shape=shape, classes=len(dataset.classes), **normalisation)
 
 
 def trained(defense: gradveil.Defense) -> dict[str, Any]:
     settings = dict(CONFIG["training"])
     dataset = data.load(settings.pop("dataset"))
-    task = task_of(dataset, settings.pop("model"))
+    mean, std = ([settings.pop(key)] * dataset.train.input_shape[0] for key in ("mean", "std"))
+    task = task_of(dataset, settings.pop("model"), mean=mean, std=std)
     result = train(task, dataset, defense, Training(**settings, seed=SEED))
     return {
         "accuracy": result.accuracy,
@@ -126,7 +127,7 @@ def decoys(spec: str, model: str) -> dict[str, Any]:
 def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     if "training" in parts:
         for spec in CONFIG["defenses"]:
-            yield f"training {spec}", lambda spec=spec: trained(gradveil.defense(spec))
+            yield f"training, normalised, {spec}", lambda spec=spec: trained(gradveil.defense(spec))
     if "attacks" in parts:
         for spec in CONFIG["attacks"]["defenses"]:
             for attack in CONFIG["attacks"]["attacks"]:
@@ -138,7 +139,7 @@ def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     if "liars" in parts:
         for count in CONFIG["liars"]:
             yield (
-                f"training aligned-dual-pruning+error-feedback with {count} of 10 lying",
+                f"training, normalised, aligned-dual-pruning+error-feedback with {count} of 10 lying",
                 lambda count=count: trained(gradveil.ErrorFeedback(LyingPublisher(count))),
             )
 
