@@ -43,6 +43,53 @@ def steps_of(local: LocalSteps | None, images: int) -> int:
     return 1 if local is None else local.epochs * math.ceil(images / (local.batch_size or images))
 
 
+MAX_BITS = 28
+"""Bits of a quantised value at most: more codes than a float32 has digits."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    r"""Equally spaced values that a quantised layer takes: what turns integer codes into floating-point numbers.
+
+    .. math:: value(c) = low + step \cdot c, \quad c = 0, ..., 2^{bits} - 1
+
+    The product and the sum are each rounded to float64, the result to float32 and then to the layer's type (a float64
+    layer keeps the float64), so that every machine gets the same bits.
+
+    Args:
+        low: the value of code 0.
+        step: distance of two neighbours; 0 if there is only one value.
+        bits: width of a code, 1 to 28.
+
+    Example:
+        >>> Grid(low=-1.0, step=0.5, bits=2).values(torch.tensor([0, 1, 2, 3])).tolist()
+        [-1.0, -0.5, 0.0, 0.5]
+    """
+
+    low: float
+    step: float
+    bits: int
+
+    def __post_init__(self) -> None:
+        checks.number("Grid", "low", self.low)
+        checks.number("Grid", "step", self.step, low=0)
+        checks.integer("Grid", "bits", self.bits, low=1, high=MAX_BITS)
+
+    def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers that the codes stand for."""
+        values = codes.to(torch.float64) * self.step + self.low
+        return values if dtype == torch.float64 else values.to(torch.float32).to(dtype)
+
+    def codes(self, values: Tensor) -> Tensor:
+        """The code nearest to each value, as int32.
+
+        >>> Grid(low=-1.0, step=0.5, bits=2).codes(torch.tensor([-9.0, -0.6, 0.5])).tolist()
+        [0, 1, 3]
+        """
+        steps = (values.to(torch.float64) - self.low) / (self.step or 1.0)
+        return steps.round_().clamp_(0, 2**self.bits - 1).to(torch.int32)
+
+
 @dataclass
 class Meta:
     """What is known about an update besides its values.
@@ -53,6 +100,7 @@ class Meta:
         local: the client's local steps; None for a single gradient.
         bytes: length of the encoded update, once it has been encoded (see `gradveil.wire`).
         buffers: batch-norm statistics that travel with the update.
+        grids: the values that quantised layers take, by parameter name; the encoder sends codes where they hold.
 
     Example:
         >>> Meta(samples=8).local is None
@@ -64,6 +112,7 @@ class Meta:
     local: LocalSteps | None = None
     bytes: int | None = None
     buffers: Gradients = field(default_factory=dict)
+    grids: dict[str, Grid] = field(default_factory=dict)
 
 
 class Update(dict[str, Tensor]):
