@@ -127,7 +127,7 @@ def decoys(spec: str, model: str) -> dict[str, Any]:
 def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     if "training" in parts:
         for spec in CONFIG["defenses"]:
-            yield f"training, normalised, {spec}", lambda spec=spec: trained(gradveil.defense(spec))
+            yield f"training small-cnn, {spec}", lambda spec=spec: trained(gradveil.defense(spec))
     if "attacks" in parts:
         for spec in CONFIG["attacks"]["defenses"]:
             for attack in CONFIG["attacks"]["attacks"]:
@@ -139,7 +139,7 @@ def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
     if "liars" in parts:
         for count in CONFIG["liars"]:
             yield (
-                f"training, normalised, aligned-dual-pruning+error-feedback with {count} of 10 lying",
+                f"training small-cnn, aligned-dual-pruning+error-feedback with {count} of 10 lying",
                 lambda count=count: trained(gradveil.ErrorFeedback(LyingPublisher(count))),
             )
 

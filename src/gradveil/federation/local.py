@@ -80,8 +80,8 @@ class TrainingResult:
         accuracy: on the test images, in [0, 1].
         loss: on the test images.
         round_seconds: mean time of a round: gradients, defense, aggregation; not encoding, not evaluation.
-        upload_bytes: mean length of one client's encoded update.
-        download_bytes: mean length of the encoded aggregate that each client gets back.
+        upload_bytes: mean length of what one client encodes and sends: its update, and what it announces.
+        download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
         history: (round, accuracy) at each evaluation.
         diverged: the round in which gradients or weights stopped being finite and the training ended; else None.
 
@@ -139,7 +139,9 @@ def train(
     velocity = {name: torch.zeros_like(value) for name, value in parameters.items()}
     memories: dict[int, dict[str, Tensor]] = defaultdict(dict)
     server_memory: dict[str, Tensor] = {}
-    seconds, uploads, downloads, history = [], [], [], []
+    seconds, history = [], []
+    uploads: list[float] = []
+    downloads: list[float] = []
     diverged = None
 
     for number in range(training.rounds):
@@ -180,8 +182,13 @@ def train(
         parameters, buffers = moved, {**buffers, **aggregate.meta.buffers}
         seconds.append(time.perf_counter() - started)
 
-        uploads += [len(wire.encode(update)) for update in updates]
-        downloads.append(len(wire.encode(aggregate)))
+        known = defense.locations(announced)
+        uploads += [len(wire.encode(update, locations=known)) for update in updates]
+        downloads.append(len(wire.encode(aggregate, locations=known)))
+        if announced is not None:  # one client sends it up, all others have to fetch it
+            announcement = len(wire.encode_locations(announced))
+            uploads[-1] += announcement
+            downloads[-1] += announcement * (len(updates) - 1) / len(updates)
         done = number + 1
         if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
             history.append((done, evaluate(task.with_parameters(parameters, buffers), dataset.test)[0]))
