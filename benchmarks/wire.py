@@ -4,8 +4,9 @@
 
 Lengths: random float32 layers of one million and of eleven million values; the limit is H2(q) bits a place for the
 positions and four bytes a value. Speed: updates with the shapes of resnet18 on one thread; the yardstick is
-``tensor.clone()`` of all layers. Yardstick and work take turns, so that both see the same machine; the ratio is given
-of the best and of the median times. Ratios are the result; absolute times on shared machines are not.
+``tensor.clone()`` of all layers. Yardstick and work take turns, so that both see the same machine, and the time is that
+of the processor, since others may share it; the ratio is given of the best and of the median times. Ratios are the
+result; absolute times are not.
 """
 
 import argparse
@@ -78,9 +79,9 @@ def compare(name: str, update: Update, locations: dict[str, Tensor] | None, roun
     times: list[list[float]] = [[], [], []]
     for _ in range(rounds):
         for work, seconds in zip(works, times, strict=True):
-            started = time.perf_counter()
+            started = time.process_time()
             work()
-            seconds.append(1000 * (time.perf_counter() - started))
+            seconds.append(1000 * (time.process_time() - started))
     best = [min(seconds) for seconds in times]
     middle = [statistics.median(seconds) for seconds in times]
     tracemalloc.start()
