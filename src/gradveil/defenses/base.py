@@ -302,7 +302,7 @@ class ErrorFeedback(Defense):
         public: Public | None = None,
     ) -> Update:
         """Defend gradient + residual, and keep what was not sent."""
-        wanted = self._wanted(gradients, memory)
+        wanted = Update(self._wanted(gradients, memory), _meta_of(gradients))
         assert memory is not None
         sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"), public=public)
         for name, value in wanted.items():
@@ -311,7 +311,7 @@ class ErrorFeedback(Defense):
                 limit = self.clip * sent[name].abs().max()
                 residual = residual.clamp(-limit, limit)
             memory[f"residual/{name}"] = residual
-        return Update(sent, _meta_of(gradients))
+        return sent
 
     def _wanted(self, gradients: Mapping[str, Tensor], memory: Memory | None) -> dict[str, Tensor]:
         if memory is None:
@@ -534,7 +534,7 @@ def _overrides(defense: Defense, method: str) -> bool:
 
 
 def _meta_of(gradients: Mapping[str, Tensor]) -> Any:
-    return dataclasses.replace(gradients.meta, bytes=None) if isinstance(gradients, Update) else None
+    return dataclasses.replace(gradients.meta, bytes=None, grids={}) if isinstance(gradients, Update) else None
 
 
 def _with_residual(name: str, value: Tensor, residual: Tensor | None) -> Tensor:
