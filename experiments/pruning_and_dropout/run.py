@@ -91,7 +91,8 @@ def attacked(spec: str, attack_name: str) -> dict[str, Any]:
     attack = gradveil.preset(
         attack_name, settings["budget"], dataset=settings["dataset"], model=parse_spec(settings["model"])[0]
     )
-    threat = gradveil.ThreatModel(labels="known", defense=defense)
+    labels = torch.stack([labels for _, labels in victims])
+    threat = gradveil.ThreatModel(labels="known", known_labels=labels, defense=defense)
     result = attack.reconstruct(
         task, shared(defense, task, victims), threat, generator=derived_generator(SEED, "attack")
     )
