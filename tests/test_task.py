@@ -41,27 +41,97 @@ def test_per_example_gradients_are_those_of_single_examples(tiny_task, tiny_batc
         torch.testing.assert_close(every[name].mean(0), together[name], rtol=0, atol=1e-12)
 
 
-def test_sensitivity_agrees_with_the_brute_force_jacobian(tiny_task, tiny_batch, generator):
-    inputs, labels = tiny_batch
-    estimate = tiny_task.sensitivity(inputs, labels, directions=4000, generator=generator, memory_budget=1 << 24)
-    jacobian = torch.autograd.functional.jacobian(
-        lambda x: tuple(tiny_task.gradients(x, labels).values()), inputs, vectorize=True
-    )
-    for (name, got), exact in zip(estimate.items(), jacobian, strict=True):
-        expected = exact.reshape(*got.shape, -1).square().sum(-1)
-        # Per layer the estimate is within 5 %; per coordinate within five of its standard errors sqrt(2/k).
-        assert float(got.sum()) == pytest.approx(float(expected.sum()), rel=0.05), name
-        torch.testing.assert_close(got, expected, rtol=5 * (2 / 4000) ** 0.5, atol=1e-15)
+class Residual(nn.Module):
+    """Two branches that are added, and a strided convolution."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.branch = nn.Conv2d(1, 2, 3, padding=1), nn.Conv2d(2, 2, 3, padding=1)
+        self.last = nn.Linear(50, 3)
+
+    def forward(self, x):
+        x = F.softplus(self.first(x))
+        return self.last((x + F.softplus(self.branch(x))).flatten(1))
 
 
-def test_sensitivity_does_not_depend_on_the_memory_budget(tiny_task, tiny_batch):
+class Attention(nn.Module):
+    """One block of self-attention over the rows of an image."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.norm, self.last = nn.MultiheadAttention(5, 1, batch_first=True), nn.LayerNorm(5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        rows = self.norm(x.flatten(1, 2))
+        return self.last((rows + self.mix(rows, rows, rows, need_weights=False)[0]).mean(1))
+
+
+TINY_MODELS = {
+    "conv": lambda: nn.Sequential(nn.Conv2d(1, 3, 3), nn.Sigmoid(), nn.Flatten(), nn.Linear(27, 3)),
+    "residual": Residual,
+    "attention": Attention,
+}
+
+
+@pytest.fixture(params=TINY_MODELS)
+def small(request, generator):
+    """A tiny task in double precision, a batch of two, and the squared norms of its brute-force Jacobian."""
+    torch.manual_seed(0)
+    task = gradveil.Task(TINY_MODELS[request.param]().double(), input_shape=(1, 5, 5), classes=3)
+    inputs, labels = torch.rand(2, 1, 5, 5, generator=generator, dtype=torch.float64), torch.tensor([2, 0])
+    jacobian = torch.autograd.functional.jacobian(lambda x: tuple(task.gradients(x, labels).values()), inputs)
+    exact = {n: j.flatten(g.ndim).square().sum(-1) for (n, g), j in zip(task.parameters.items(), jacobian, strict=True)}
+    return task, inputs, labels, exact
+
+
+def test_exact_sensitivity_is_the_brute_force_jacobian(small):
+    task, inputs, labels, exact = small
+    got = task.sensitivity(inputs, labels, directions=None)
+    in_parts = task.sensitivity(inputs, labels, directions=None, memory_budget=1)
+    for name, expected in exact.items():
+        torch.testing.assert_close(got[name], expected, rtol=1e-10, atol=1e-20)
+        torch.testing.assert_close(in_parts[name], expected, rtol=1e-10, atol=1e-20)
+
+
+def test_the_error_of_the_estimate_is_as_stated(small, generator):
+    """Estimate / truth is chi-square with k degrees of freedom over k: mean 1, variance 2 / k, in every coordinate."""
+    task, inputs, labels, exact = small
+    truth = torch.cat([value.flatten() for value in exact.values()])
+    seen = truth > 1e-12 * truth.max()
+    k, repeats = 4, 120
+    ratios = []
+    for _ in range(repeats):
+        estimate = task.sensitivity(inputs, labels, directions=k, generator=generator)
+        ratios.append(torch.cat([value.flatten() for value in estimate.values()])[seen] / truth[seen])
+    ratios = torch.stack(ratios)
+    error = gradveil.task.sensitivity_error(k)
+    # Five standard errors of each coordinate's mean; the spread is averaged over coordinates.
+    assert float((ratios.mean(0) - 1).abs().max()) < 5 * error / repeats**0.5
+    assert float(ratios.std(0).square().mean().sqrt()) == pytest.approx(error, rel=0.15)
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_sensitivity_does_not_depend_on_the_memory_budget(batch_norm, generator):
+    """The budget decides how many directions run together, and whether the batch is cut; never the result."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(2) if batch_norm else nn.Identity()
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 3)).double()
+    task = gradveil.Task(model, input_shape=(1, 5, 5), classes=3)
+    inputs, labels = torch.rand(5, 1, 5, 5, generator=generator).double(), torch.tensor([0, 1, 2, 0, 1])
+
     def estimate(budget):
-        generator = torch.Generator().manual_seed(3)
-        return tiny_task.sensitivity(*tiny_batch, directions=7, generator=generator, memory_budget=budget)
+        return task.sensitivity(inputs, labels, 7, generator=torch.Generator().manual_seed(3), memory_budget=budget)
 
-    one_at_a_time, all_at_once = estimate(1), estimate(1 << 30)
-    for name in one_at_a_time:
-        torch.testing.assert_close(one_at_a_time[name], all_at_once[name])
+    assert len(task._parts(5, 1)) == (1 if batch_norm else 5)
+    all_at_once = estimate(1 << 30)
+    for budget in (1, task._direction_bytes(3), 3 * task._direction_bytes(5)):
+        for name, value in estimate(budget).items():
+            torch.testing.assert_close(value, all_at_once[name], rtol=1e-10, atol=1e-20)
+
+
+def test_sensitivity_refuses_no_directions(tiny_task, tiny_batch):
+    with pytest.raises(ParameterError, match=r"Task.sensitivity: directions must be a whole number of at least 1"):
+        tiny_task.sensitivity(*tiny_batch, directions=0)
 
 
 def test_the_task_follows_the_live_model(tiny_task, tiny_batch):

@@ -1,6 +1,7 @@
 """A task: a model and a loss, seen as pure functions of weights, inputs and labels."""
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,15 @@ def differentiate_by_autograd() -> Iterator[None]:
         yield
     finally:
         _by_autograd = before
+
+
+def sensitivity_error(directions: int | None) -> float:
+    """Relative standard error of each coordinate that `Task.sensitivity` estimates: (J v)^2 is chi-square.
+
+    >>> round(sensitivity_error(10), 3), sensitivity_error(None)
+    (0.447, 0.0)
+    """
+    return 0.0 if directions is None else math.sqrt(2 / directions)
 
 
 @dataclass(frozen=True)
@@ -293,7 +303,7 @@ class Task:
         self,
         inputs: Tensor,
         labels: Tensor,
-        directions: int = 10,
+        directions: int | None = 10,
         *,
         generator: torch.Generator | None = None,
         memory_budget: int = 1 << 30,
@@ -302,36 +312,74 @@ class Task:
 
         .. math:: s_i^2 = |\partial g_i / \partial x|^2 = E_v (J v)_i^2, \quad v \sim N(0, I)
 
-        The mean over random directions of squared forward-mode derivatives; each coordinate's relative standard
-        error is sqrt(2 / directions). `x` is the whole batch.
+        The mean over random directions of squared forward-mode derivatives, which is unbiased; each coordinate's
+        relative standard error is ``sensitivity_error(directions)``, sqrt(2 / directions). `x` is the whole batch.
+
+        Directions are worked on together as far as the memory budget allows; where not even one fits, the batch is
+        cut into parts whose derivatives are added up. Neither changes the result. A batch with batch-norm statistics
+        cannot be cut: there the least memory is that of one direction.
 
         Args:
             inputs: a batch ``[N, *input_shape]``.
             labels: its labels.
-            directions: number of random directions.
-            generator: source of the directions; default: fresh entropy.
+            directions: number of random directions; None: every input value in turn, which is exact and needs as
+                many directions as the batch has values. For small inputs, tests and yardsticks.
+            generator: source of the directions; default: fresh entropy. Not used by the exact form.
             memory_budget: bytes the directions worked on at once may take.
+
+        Example:
+            >>> from torch import nn
+            >>> model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False))
+            >>> _ = nn.init.zeros_(model[1].weight)  # then both classes are equally likely, and g = +-x / 2
+            >>> task = Task(model, input_shape=(1, 1, 2), classes=2)
+            >>> task.sensitivity(torch.rand(1, 1, 1, 2), torch.tensor([0]), directions=None)["1.weight"].tolist()
+            [[0.25, 0.25], [0.25, 0.25]]
         """
         self.check(inputs, labels)
-        checks.integer("Task.sensitivity", "directions", directions, low=1)
-        generator = generator or fresh_generator(inputs.device)
+        if directions is not None:
+            checks.integer("Task.sensitivity", "directions", directions, low=1)
+            generator = generator or fresh_generator(inputs.device)
         parameters = self.parameters
 
-        def squared_response(direction: Tensor) -> Gradients:
-            tangent: Gradients = jvp(lambda x: self.gradient(parameters, x, labels), (inputs,), (direction,))[1]
-            return {name: value.square() for name, value in tangent.items()}
+        def responses(directions: Tensor, part: slice) -> Gradients:
+            own_inputs, own_labels = inputs[part], labels[part]
+            # The gradient of a batch is the mean of those of its parts, weighted by their sizes.
+            own_directions = directions[:, part] * (len(own_inputs) / len(inputs))
 
+            def response(direction: Tensor) -> Gradients:
+                tangent: Gradients = jvp(
+                    lambda x: self.gradient(parameters, x, own_labels), (own_inputs,), (direction,)
+                )[1]
+                return tangent
+
+            result: Gradients = vmap(response)(own_directions)
+            return result
+
+        parts = self._parts(len(inputs), memory_budget)
+        chunk = self._chunk(parts[0].stop, memory_budget)
+        count = inputs.numel() if directions is None else directions
         total = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        chunk = self._chunk(len(inputs), memory_budget)
-        for start in range(0, directions, chunk):
-            # Drawn one by one: a larger draw is not the same as several smaller ones, and the chunk must not matter.
-            drawn = [
-                torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-                for _ in range(min(chunk, directions - start))
-            ]
-            for name, value in vmap(squared_response)(torch.stack(drawn)).items():
-                total[name] += value.sum(0)
-        return {name: value / directions for name, value in total.items()}
+        for start in range(0, count, chunk):
+            numbers = range(start, min(start + chunk, count))
+            if directions is None:
+                drawn = torch.zeros(len(numbers), inputs.numel(), dtype=inputs.dtype, device=inputs.device)
+                drawn[torch.arange(len(numbers)), torch.tensor(numbers)] = 1
+                drawn = drawn.view(-1, *inputs.shape)
+            else:
+                # One by one: a larger draw is not the same as several smaller ones, and the chunk must not matter.
+                drawn = torch.stack(
+                    [
+                        torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+                        for _ in numbers
+                    ]
+                )
+            answer = responses(drawn, parts[0])
+            for part in parts[1:]:
+                for name, value in responses(drawn, part).items():
+                    answer[name] += value
+            for name, value in answer.items():
+                total[name] += value.square().sum(0)
+        return total if directions is None else {name: value / directions for name, value in total.items()}
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
@@ -425,11 +473,22 @@ class Task:
         if not torch.isfinite(inputs).all():
             raise InputError("Task: inputs must be finite, got NaN or Inf; check the data")
 
-    def _chunk(self, batch: int, memory_budget: int = 1 << 30) -> int:
+    def _direction_bytes(self, batch: int) -> int:
         # A direction keeps the tangents of activations and gradients. Measured peak, in units of both together:
         # 1.9 on resnet18, 2.0 to 3.1 on lenet; 4 leaves room.
-        values = 4 * (batch * self.activations + self.size)
-        return max(1, memory_budget // (values * self.dtype.itemsize))
+        return 4 * (batch * self.activations + self.size) * self.dtype.itemsize
+
+    def _chunk(self, batch: int, memory_budget: int = 1 << 30) -> int:
+        """How many directions, or examples of a batch, fit in the budget together; at least one."""
+        return max(1, memory_budget // self._direction_bytes(batch))
+
+    def _parts(self, batch: int, memory_budget: int) -> list[slice]:
+        """The batch in parts of which one direction fits in the budget; batch statistics allow no parts."""
+        size = batch
+        if not self._batch_norms:
+            while size > 1 and self._direction_bytes(size) > memory_budget:
+                size = (size + 1) // 2
+        return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]
 
     @torch.no_grad()
     def _look_inside(self) -> tuple[Classifier | None, int]:
