@@ -1,8 +1,10 @@
 """gradveil shows what federated-learning updates leak, stops the leak, and says what stopping it costs."""
 
+from gradveil import theory
 from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as attack
 from gradveil.attacks.presets import preset
+from gradveil.compensation import compensate
 from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation
 from gradveil.defenses import create as defense
 from gradveil.task import Task
@@ -23,9 +25,11 @@ __all__ = [
     "Update",
     "attack",
     "attacks",
+    "compensate",
     "defense",
     "defenses",
     "preset",
+    "theory",
 ]
 
 

@@ -112,6 +112,13 @@ class Defense(Method, ABC):
         """What the server makes of the updates of a round: their weighted mean."""
         return weighted_mean(updates, weights)
 
+    def noise_variance(self) -> float | Mapping[str, Tensor] | None:
+        """Variance of the normal noise on each value, if that is all the defense does and no data decides its level.
+
+        None where that is not so; then no reconstruction bound is known (`gradveil.theory.reconstruction_bound`).
+        """
+        return None
+
 
 class Perturbation(Defense):
     """A defense that needs only gradients.

@@ -41,3 +41,7 @@ class GaussianNoise(Perturbation):
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise."""
         return rows + self.std * draws.normal(rows)
+
+    def noise_variance(self) -> float | None:
+        """The same everywhere."""
+        return self.std**2 or None

@@ -2,13 +2,19 @@
 
 from gradveil.theory.dropout import dropout_cosine_limit, dropout_distance, sufficient_keep
 from gradveil.theory.pruning import pruned_share, pruning_cosine, pruning_distance, residual_bound
+from gradveil.theory.reconstruction import Bound, Usefulness, cramer_rao, reconstruction_bound, usefulness
 
 __all__ = [
+    "Bound",
+    "Usefulness",
+    "cramer_rao",
     "dropout_cosine_limit",
     "dropout_distance",
     "pruned_share",
     "pruning_cosine",
     "pruning_distance",
+    "reconstruction_bound",
     "residual_bound",
     "sufficient_keep",
+    "usefulness",
 ]

@@ -1,0 +1,100 @@
+"""Optimal DP-SGD: coordinate clipping and optimal noise. No differential privacy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.optimal import SensitivityDriven, add_noise, optimal_variance
+from gradveil.task import Gradients
+
+
+@DEFENSES.register("optimal-dp-sgd")
+@dataclass(repr=False)
+class OptimalDpSgd(SensitivityDriven):
+    r"""Clip each coordinate, add optimal noise where nothing was clipped; carries **no (epsilon, delta)**.
+
+    .. math:: \tilde g_i = \max(-P, \min(P, g_i)) + N(0, \Sigma_{ii}), \quad
+        \Sigma_{ii} = \lambda \, |\partial g_i / \partial x| \, / \max(|g_i|, 10^{-6}) \text{ where } |g_i| < P,
+        \text{ else } 0
+
+    The paper's name for it misleads: clipping coordinates bounds no example's influence, the noise level depends on
+    the data, and clipped coordinates leave without noise. None of the accounting of DP-SGD applies.
+
+    The mean variance over the coordinates that were not clipped is ``std^2``; ratios are cut at `cap` as in
+    ``optimal-noise``. In the global form the variance is :math:`\lambda \sqrt{E |\partial g_{P,i} / \partial x|^2 /
+    E g_{P,i}^2}` over a public set and does not depend on the client: every coordinate gets its noise, clipped or not.
+    The local form has no reconstruction bound, the global one has.
+
+    Under FedAvg it acts in every local step.
+
+    Args:
+        clip: P, the largest magnitude of a coordinate.
+        std: square root of the mean variance; 0 only clips.
+        directions: random input directions behind the sensitivity; its relative error is sqrt(2 / directions).
+        form: ``"local"``, by the client's own batch, or ``"global"``, by a public set.
+        cap: largest ratio as a multiple of the median; None: no limit.
+        every: rounds for which a client uses the same sensitivity (local form), against the cost.
+        layerwise: one variance a layer.
+
+    References:
+        Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024, theorem 3. **Correction**:
+        not differentially private, see above.
+
+    Example:
+        >>> from gradveil import Task, models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+        >>> task = Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> batch = torch.rand(2, 1, 4, 4), torch.tensor([0, 2])
+        >>> sent = OptimalDpSgd(clip=1e-4, std=0.0).share(task, *batch)
+        >>> bool(max(value.abs().max() for value in sent.values()) <= 1e-4)
+        True
+    """
+
+    paper = "Chen et al., Optimal Defenses, 2024"
+
+    clip: float = 1.0
+    std: float = 0.1
+    directions: int = 10
+    form: str = "local"
+    cap: float | None = 100.0
+    every: int = 1
+    layerwise: bool = False
+
+    def __post_init__(self) -> None:
+        self.clip = checks.number(self.name, "clip", self.clip, above=0)
+        self.std = checks.number(self.name, "std", self.std, low=0)
+        if self.cap is not None:
+            self.cap = checks.number(self.name, "cap", self.cap, low=1)
+        self.check_shared()
+
+    @property
+    def idle(self) -> bool:
+        """It always clips."""
+        return False
+
+    def clipped(self, gradients: Gradients) -> Gradients:
+        """Each coordinate in [-clip, clip]."""
+        return {name: value.clamp(-self.clip, self.clip) for name, value in gradients.items()}
+
+    def defend(
+        self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
+    ) -> Gradients:
+        """Clip, and add noise to what was not clipped."""
+        clipped = self.clipped(gradients)
+        if self.std == 0:
+            return clipped
+        where = None
+        if self.form == "local":
+            where = {name: value.abs() < self.clip for name, value in gradients.items()}
+        return add_noise(clipped, self._variance(sensitivity, weight, where), generator)
+
+    def noise_variance(self) -> Mapping[str, Tensor] | None:
+        """That of the prepared global form."""
+        return None if self.measured is None or self.std == 0 else self._variance(*self.measured, None)
+
+    def _variance(self, sensitivity: Gradients, weight: Gradients, where: Gradients | None) -> Gradients:
+        return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise, where=where)

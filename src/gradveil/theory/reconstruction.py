@@ -1,0 +1,202 @@
+"""How well any attacker at all can do against normal noise, and what a defense leaves of the update's use."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses import Defense
+from gradveil.defenses.base import Batch
+from gradveil.errors import InputError
+from gradveil.randomness import fresh_generator
+from gradveil.task import Task
+
+SMOOTHING = 0.1
+"""Standard deviation of the noise that makes a prior of single images; see `reconstruction_bound`."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A lower limit on the mean squared error of every attacker.
+
+    Args:
+        total: of the whole batch, E|x^ - x|^2.
+        values: how many input values the batch has.
+        data_information: E tr J_F, what the update tells.
+        prior_information: tr J_P, what was known before.
+
+    Example:
+        >>> Bound(total=2.0, values=4, data_information=6.0, prior_information=2.0).mse
+        0.5
+    """
+
+    total: float
+    values: int
+    data_information: float
+    prior_information: float
+
+    @property
+    def mse(self) -> float:
+        """The limit on the mean squared error per value."""
+        return self.total / self.values
+
+
+def cramer_rao(values: int, data_information: float, prior_information: float) -> Bound:
+    r"""The Bayesian Cramér-Rao bound from the traces of the information matrices.
+
+    .. math:: E|\hat x - x|^2 \ge tr (J_D + J_P)^{-1} \ge \frac{n^2}{tr J_D + tr J_P}
+
+    by the inequality between harmonic and arithmetic mean of the eigenvalues; equal for isotropic matrices.
+
+    Args:
+        values: n, the number of unknowns.
+        data_information: tr J_D, the mean over x of the trace of the Fisher information of the observation.
+        prior_information: tr J_P of the prior.
+
+    >>> cramer_rao(4, data_information=6.0, prior_information=2.0).total
+    2.0
+    """
+    return Bound(values**2 / (data_information + prior_information), values, data_information, prior_information)
+
+
+def reconstruction_bound(
+    task: Task,
+    data: Batch | Sequence[Batch],
+    noise: float | Mapping[str, Tensor] | Defense | None,
+    *,
+    tau: float = SMOOTHING,
+    directions: int | None = 10,
+    generator: torch.Generator | None = None,
+) -> Bound | None:
+    r"""The least mean squared error that any attacker can reach on updates with normal noise, or None: no bound.
+
+    .. math:: E|\hat x - x|^2 \ge \frac{n_x^2}{E \, tr J_F + n_x / \tau^2}, \quad tr J_F = \sum_i s_i^2 / \Sigma_{ii}
+
+    The bound is about an attacker who is unsure of the image to begin with, so the victims are images **smoothed** by
+    N(0, tau^2): for those tr J_P is at most n_x / tau^2, whatever the images. It is no statement about images that are
+    not smoothed: an attacker who knows that x is one of two photographs needs no gradient to be nearly right.
+
+    There is no bound (None) where the noise is not normal or its level depends on the data (then the level tells
+    something too), and for pruning, slicing and everything else without noise on every value.
+
+    Args:
+        task: the model at the weights the victims see.
+        data: a batch as it is shared, or several; the mean over them stands for the expectation. Not smoothed yet.
+        noise: variance of the noise of each value, one for all or by layer; or a prepared defense, which knows its own.
+        tau: standard deviation of the smoothing.
+        directions: random directions behind each s^2 (an unbiased estimate of tr J_F); None: exact.
+        generator: source of smoothing and directions; default: fresh entropy.
+
+    References:
+        Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024, theorem 1. **Corrections**:
+        the dimension is that of the input, not of the gradient; the prior enters with its trace, since the paper's
+        step by Weyl's inequality takes the smallest eigenvalue where the largest belongs, and the result can exceed
+        the error of the best estimator.
+
+    Example:
+        >>> from gradveil import models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+        >>> task = Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> batch = torch.rand(1, 1, 4, 4), torch.tensor([2])
+        >>> bound = reconstruction_bound(task, batch, noise=1e6)
+        >>> round(bound.mse, 6)  # so much noise tells nothing: the smoothing's own variance is left
+        0.01
+    """
+    checks.number("reconstruction_bound", "tau", tau, above=0)
+    if isinstance(noise, Defense):
+        noise = noise.noise_variance()
+    if noise is None:
+        return None
+    batches = _batches(data)
+    if not batches or len({inputs.shape for inputs, _ in batches}) != 1:
+        raise InputError("reconstruction_bound: expected batches of one size, at least one")
+    variance = {
+        name: (noise[name] if isinstance(noise, Mapping) else torch.full_like(value, noise)).double()
+        for name, value in task.parameters.items()
+    }
+    if any(bool((value < 0).any()) for value in variance.values()):
+        raise InputError("reconstruction_bound: a variance must not be negative")
+    generator = generator or fresh_generator(task.device)
+    information = []
+    for inputs, labels in batches:
+        blur = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+        squared = task.sensitivity(inputs + tau * blur, labels, directions, generator=generator)
+        information.append(math.fsum(_information(squared[name], variance[name]) for name in squared))
+    values = batches[0][0].numel()
+    return cramer_rao(values, math.fsum(information) / len(information), values / tau**2)
+
+
+def _batches(data: Batch | Sequence[Batch]) -> Sequence[Batch]:
+    one_batch = isinstance(data, tuple) and isinstance(data[0], Tensor)
+    return [data] if one_batch else data  # type: ignore[list-item, return-value]
+
+
+def _information(squared: Tensor, variance: Tensor) -> float:
+    """Sum of s^2 / variance; what does not react tells nothing, with or without noise."""
+    return float(torch.where(squared > 0, squared.double() / variance, 0).sum())
+
+
+@dataclass(frozen=True)
+class Usefulness:
+    """What a step with the defended update does to the loss, to first order and per unit of learning rate.
+
+    Args:
+        u1: E<g, y>, the expected fall of the loss.
+        u2: -Var<g, y> over the defense's randomness, in the mean over the batches; 0 if it has none.
+
+    Example:
+        >>> Usefulness(u1=2.0, u2=-0.5).u1
+        2.0
+    """
+
+    u1: float
+    u2: float
+
+
+def usefulness(
+    task: Task,
+    data: Batch | Sequence[Batch],
+    defense: Defense,
+    *,
+    draws: int = 32,
+    generator: torch.Generator | None = None,
+) -> Usefulness:
+    r"""U1 and U2 of any defense, measured by sharing each batch several times.
+
+    .. math:: U_1 = E \langle g, y \rangle, \quad U_2 = -E \, Var_y \langle g, y \rangle
+
+    Args:
+        task: the model.
+        data: a batch as it is shared, or several.
+        defense: prepared, if it needs that.
+        draws: updates drawn for each batch, at least 2; the relative error of U2 is about sqrt(2 / draws).
+        generator: the client's randomness; default: fresh entropy.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+        >>> task = Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> batch = torch.rand(2, 1, 4, 4), torch.tensor([0, 2])
+        >>> measured = usefulness(task, batch, gradveil.defense("none"), draws=2)
+        >>> squared = sum(value.square().sum() for value in task.gradients(*batch).values())
+        >>> round(measured.u1 / float(squared), 5), measured.u2
+        (1.0, 0.0)
+    """
+    checks.integer("usefulness", "draws", draws, low=2)
+    generator = generator or fresh_generator(task.device)
+    batches = _batches(data)
+    means, variances = [], []
+    for inputs, labels in batches:
+        gradients = task.gradients(inputs, labels)
+        products = []
+        for _ in range(draws):
+            shared = defense.share(task, inputs, labels, generator=generator, memory={})
+            products.append(math.fsum(float((gradients[n].double() * shared[n].double()).sum()) for n in gradients))
+        sample = torch.tensor(products, dtype=torch.float64)
+        means.append(float(sample.mean()))
+        variances.append(float(sample.var()))
+    return Usefulness(math.fsum(means) / len(means), 0.0 - math.fsum(variances) / len(variances))
