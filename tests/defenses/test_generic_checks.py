@@ -86,6 +86,51 @@ CASES = [
     ),
 ]
 
+# Defenses that need the client's data or public data first. They are checked through `share`.
+DATA_CASES = [
+    Case(
+        "risk-slicing",
+        {"ratio": 1.0, "std": 0.1, "compensate": False},
+        {"std": 0.0},
+        random=True,
+        bad=(
+            ({"slices": 0}, "risk-slicing: slices must be a whole number of at least 1, got 0"),
+            ({"ratio": 0}, "risk-slicing: ratio must be a number above 0 and at most 1, got 0"),
+            ({"std": -1}, "risk-slicing: std must be a number of at least 0, got -1"),
+            ({"clip": 0}, "risk-slicing: clip must be a number above 0, got 0"),
+            ({"compensate": 1}, r"risk-slicing: compensate must be true or false, got 1 \(int\)"),
+            ({"aspect": 0.5}, "risk-slicing: aspect must be a number of at least 1, got 0.5"),
+        ),
+    ),
+    Case(
+        "optimal-noise",
+        {"std": 0.1},
+        {"std": 0.0},
+        random=True,
+        bad=(
+            ({"std": -1}, "optimal-noise: std must be a number of at least 0, got -1"),
+            ({"directions": 0}, "optimal-noise: directions must be a whole number of at least 1, got 0"),
+            ({"form": "both"}, "optimal-noise: form must be one of local, global, got 'both'"),
+            ({"cap": 0.5}, "optimal-noise: cap must be a number of at least 1, got 0.5"),
+            ({"every": 0}, "optimal-noise: every must be a whole number of at least 1, got 0"),
+        ),
+    ),
+    Case(
+        "optimal-dp-sgd",
+        {"clip": 1.0, "std": 0.1},
+        {"clip": 1e9, "std": 0.0},
+        random=True,
+        bad=(({"clip": 0}, "optimal-dp-sgd: clip must be a number above 0, got 0"),),
+    ),
+    Case(
+        "optimal-pruning",
+        {"rate": 0.7, "layerwise": True},
+        {"rate": 0.0},
+        random=True,  # the directions behind the sensitivity are
+        bad=(({"rate": 1.5}, "optimal-pruning: rate must be a number from 0 to 1, got 1.5"),),
+    ),
+]
+
 # Wrappers are checked like the defenses they wrap, under their own way of being built.
 WRAPPED = [
     "dual-pruning:k1=0.1,k2=0.5+error-feedback",
@@ -120,7 +165,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_every_registered_defense_has_a_row():
-    assert sorted(case.name for case in CASES) == gradveil.defenses()
+    assert sorted(case.name for case in CASES + DATA_CASES) == gradveil.defenses()
 
 
 @every_spec
@@ -212,7 +257,7 @@ def test_whole_numbers_and_no_gradients_at_all_are_refused(defense):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters", "message"), [(case.name, *bad) for case in CASES for bad in case.bad], ids=str
+    ("name", "parameters", "message"), [(case.name, *bad) for case in CASES + DATA_CASES for bad in case.bad], ids=str
 )
 def test_parameters_out_of_range_are_refused(name, parameters, message):
     with pytest.raises(ParameterError, match=message):
@@ -252,3 +297,89 @@ def test_any_size_of_layer(defense, seed, size):
     result = defense.perturb({"w": value}, generator=seeded(seed), memory={})["w"]
     assert result.shape == value.shape
     assert torch.isfinite(result).all()
+
+
+# -- defenses that need data -----------------------------------------------------------------------------------------
+
+every_data_case = pytest.mark.parametrize("case", DATA_CASES, ids=lambda case: case.name)
+every_data_spec = pytest.mark.parametrize(
+    "spec",
+    [str(gradveil.defense(case.name, **case.strong)) for case in DATA_CASES]
+    + [
+        "risk-slicing:ratio=1,compensate=false,clip=2",
+        "optimal-noise:form=global,layerwise=true",
+        "optimal-dp-sgd:form=global,cap=null",
+        "optimal-pruning:form=global",
+        "optimal-noise:every=2",
+        "optimal-pruning:rate=0.5+gaussian-noise:std=0.1",
+    ],
+)
+
+
+def ready(defense: Any, task: Any, batch: Any) -> Any:
+    """The defense, prepared on the batch as if that were public."""
+    assert defense.prepare(task, public=batch, generator=seeded(7)) is task
+    return defense
+
+
+@every_data_spec
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_shared_keys_shapes_and_types_are_kept_and_nothing_is_touched(spec, dtype, tiny_task, tiny_batch):
+    task, batch = tiny_task.to(dtype), (tiny_batch[0].to(dtype), tiny_batch[1])
+    copies = batch[0].clone(), {name: value.clone() for name, value in task.parameters.items()}
+    defense = ready(gradveil.defense(spec), task, batch)
+    update = defense.share(task, *batch, generator=seeded(), memory={})
+    assert {n: (v.shape, v.dtype) for n, v in update.items()} == {n: (v.shape, dtype) for n, v in copies[1].items()}
+    assert all(torch.isfinite(value).all() for value in update.values())
+    assert torch.equal(batch[0], copies[0])
+    assert same(task.parameters, copies[1])
+    assert update.meta.samples == 3
+    mean = defense.aggregate([update, update])
+    for name in update:
+        torch.testing.assert_close(mean[name], update[name])
+    assert defense.visible([update]) == [update]
+
+
+@every_data_case
+def test_shared_at_zero_strength_is_the_gradient(case, tiny_task, tiny_batch):
+    defense = ready(gradveil.defense(case.name, **case.identity), tiny_task, tiny_batch)
+    assert same(defense.share(tiny_task, *tiny_batch, generator=seeded()), tiny_task.gradients(*tiny_batch))
+
+
+@every_data_case
+def test_every_shared_layer_is_changed(case, tiny_task, tiny_batch):
+    sent = ready(gradveil.defense(case.name, **case.strong), tiny_task, tiny_batch).share(tiny_task, *tiny_batch)
+    for name, value in tiny_task.gradients(*tiny_batch).items():
+        assert not torch.equal(sent[name], value), name
+
+
+@every_data_case
+def test_the_generator_decides_what_is_shared(case, tiny_task, tiny_batch):
+    defense = ready(gradveil.defense(case.name, **case.strong), tiny_task, tiny_batch)
+    first = defense.share(tiny_task, *tiny_batch, generator=seeded(1))
+    assert same(first, defense.share(tiny_task, *tiny_batch, generator=seeded(1)))
+    assert same(first, defense.share(tiny_task, *tiny_batch, generator=seeded(2))) != case.random
+    fresh = [defense.share(tiny_task, *tiny_batch) for _ in range(2)]
+    assert same(*fresh) != case.random
+
+
+@every_data_spec
+def test_data_that_is_not_finite_is_refused(spec, tiny_task, tiny_batch):
+    defense = ready(gradveil.defense(spec), tiny_task, tiny_batch)
+    with pytest.raises(InputError, match="inputs must be finite"):
+        defense.share(tiny_task, tiny_batch[0] * torch.nan, tiny_batch[1], memory={})
+
+
+@every_data_spec
+def test_repr_and_str_build_the_same_data_defense_again(spec):
+    defense = gradveil.defense(spec)
+    again = eval(repr(defense), {"gradveil": gradveil})
+    assert again == defense
+    assert repr(again) == repr(defense)
+    assert gradveil.defense(str(defense)) == defense
+
+
+@every_data_case
+def test_unknown_parameters_of_data_defenses_are_refused(case):
+    with pytest.raises(UnknownNameError, match=f"{case.name}: unknown parameter 'strength'"):
+        gradveil.defense(case.name, strength=1)

@@ -120,13 +120,13 @@ def reconstruction_bound(
     if any(bool((value < 0).any()) for value in variance.values()):
         raise InputError("reconstruction_bound: a variance must not be negative")
     generator = generator or fresh_generator(task.device)
-    information = []
+    traces = []
     for inputs, labels in batches:
         blur = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
         squared = task.sensitivity(inputs + tau * blur, labels, directions, generator=generator)
-        information.append(math.fsum(_information(squared[name], variance[name]) for name in squared))
+        traces.append(math.fsum(information(squared[name], variance[name]) for name in squared))
     values = batches[0][0].numel()
-    return cramer_rao(values, math.fsum(information) / len(information), values / tau**2)
+    return cramer_rao(values, math.fsum(traces) / len(traces), values / tau**2)
 
 
 def _batches(data: Batch | Sequence[Batch]) -> Sequence[Batch]:
@@ -134,7 +134,7 @@ def _batches(data: Batch | Sequence[Batch]) -> Sequence[Batch]:
     return [data] if one_batch else data  # type: ignore[list-item, return-value]
 
 
-def _information(squared: Tensor, variance: Tensor) -> float:
+def information(squared: Tensor, variance: Tensor) -> float:
     """Sum of s^2 / variance; what does not react tells nothing, with or without noise."""
     return float(torch.where(squared > 0, squared.double() / variance, 0).sum())
 
