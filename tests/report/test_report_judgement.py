@@ -240,3 +240,10 @@ def test_the_terminal_gets_the_same_sentences_without_marks(make_audit):
     assert lines[0] == verdict.headline[0].text.replace("`", "")
     assert lines[-1].startswith("Note: ")
     assert "`" not in "".join(lines)
+
+
+def test_optimal_dp_sgd_is_said_to_have_no_epsilon(make_audit):
+    defenses = [("none", {}, 0.0), ("optimal-dp-sgd", {"clip": 1.0}, 0.9)]
+    caveats = judge(read(make_audit(defenses=defenses).write())).caveats
+    assert any("`optimal-dp-sgd:clip=1.0`" in text and "no (epsilon, delta)" in text for text in caveats)
+    assert not any("epsilon" in text for text in judge(read(make_audit().write())).caveats)

@@ -52,6 +52,22 @@ def test_the_noise_column_appears_with_its_values(make_audit):
     assert column(attack_table(read(made.write())), "Noise")[1].text == "0.40"
 
 
+def test_bound_and_measured_error_stand_side_by_side(make_audit):
+    made = make_audit()
+    titles = [entry.title for entry in attack_table(read(made.write())).columns]
+    assert "Bound" not in titles
+    for row, mse in zip(made.rows("gaussian-noise", "idlg"), (0.1, 0.2, 0.3, 0.6), strict=True):
+        row.update(mse=mse, bound_mse=0.0051)
+    table = attack_table(read(made.write()))
+    titles = [entry.title for entry in table.columns]
+    assert titles.index("Bound") == titles.index("MSE") + 1
+    pairs = [(row[0].text, row[1].text) for row in table.rows]
+    place = pairs.index(("gaussian-noise:std=0.1", "idlg"))
+    assert (column(table, "MSE")[place].text, column(table, "Bound")[place].text) == ("0.3000", "0.0051")
+    assert column(table, "Bound")[pairs.index(("top-k:keep=0.2", "idlg"))].text == "no bound"
+    assert column(table, "Bound")[0].text == "–"
+
+
 def test_utility_against_the_undefended_run(make_audit):
     made = make_audit()
     made.utility[0].update(round_seconds=0.04, upload_bytes=1000, download_bytes=50_000, accuracy=0.9)

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 import gradveil
-from gradveil import data, metrics, models
+from gradveil import data, metrics, models, theory
 from gradveil.attacks import Attack, ThreatModel
 from gradveil.attacks import create as create_attack
 from gradveil.audit.config import AuditConfig, read_config
@@ -301,6 +301,12 @@ class _Bench:
             public=as_batch(self.task, self.dataset.train.batch(public)),
             generator=randomness("prepare", str(defense)),
         )
+        bound = theory.reconstruction_bound(
+            task,
+            [as_batch(task, batch) for batch in zip(self.images, self.labels, strict=True)],
+            defense,
+            generator=randomness("bound", str(defense)),
+        )
         updates = [self._share(defense, task, victim, randomness) for victim in chunk]
         known = self.labels[chunk.start : chunk.stop] if self.config.labels == "known" else None
         found = attack.reconstruct(
@@ -325,6 +331,7 @@ class _Bench:
                 loss=float(found.loss[place]),
                 iterations=int(found.iterations[place]),
                 seconds=found.seconds / len(chunk),
+                bound=None if bound is None else bound.mse,
             )
             for place, victim in enumerate(chunk)
             if victim in missing
@@ -352,6 +359,7 @@ class _Bench:
         loss: float | None,
         iterations: int,
         seconds: float,
+        bound: float | None = None,
     ) -> Row:
         score = self.scorer.score(
             self.images[victim], images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim]
@@ -371,6 +379,7 @@ class _Bench:
             "victim": victim,
             "batch_size": self.config.batch_size,
             **score,
+            "bound_mse": bound,
             "loss": None if loss is None else _finite(loss),
             "iterations": iterations,
             "seconds": round(seconds, 3),

@@ -29,7 +29,8 @@ class OptimalNoise(SensitivityDriven):
     the power, and tr J_F is larger than under uniform noise. Both comparisons are in experiments/sensitivity.
 
     The local form's noise level depends on the data, so the level itself leaks and there is no reconstruction bound;
-    the global form has one.
+    the global form has one. A coordinate that reacts in no public example (behind a ReLU that is off in all of them)
+    gets no noise; if it reacts in a client's, the bound is 0.
 
     Under FedAvg it acts in every local step.
 

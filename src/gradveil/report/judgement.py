@@ -275,6 +275,12 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             f"{_names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
             "held back; later rounds send of it what the defense lets through."
         )
+    named_private = [defense for defense in audit.real_defenses if "optimal-dp-sgd" in defense]
+    if named_private:
+        yield (
+            f"{_names(named_private)}: in spite of the name no differential privacy, so there is no (epsilon, delta): "
+            "it clips coordinates, not examples, and its noise depends on the data."
+        )
     stopped = any(outcome(audit, defense) is Outcome.STOPS for defense in audit.real_defenses)
     if stopped and not any(row.adaptive for row in audit.attempts):
         yield "No attacker was adapted to the defense it met; one that knows the defense may recover more."

@@ -18,7 +18,8 @@ class Attempt:
     """One row of results.jsonl: one attack on one victim under one defense.
 
     `defense` and `attack` are the methods' full specs, as the config lists them; `method` is the attack's spec
-    without the word that marks an adaptive attacker. The blind guess has no defense.
+    without the word that marks an adaptive attacker. The blind guess has no defense. `bound_mse` is the least mean
+    squared error of any attacker on smoothed images under the defense; None: no bound is known.
     """
 
     defense: str | None
@@ -34,6 +35,8 @@ class Attempt:
     leaked: bool
     seconds: float | None
     image: str | None
+    mse: float | None = None
+    bound_mse: float | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +247,8 @@ def _attempt(fields: _Fields) -> Attempt:
         leaked=fields.flag("leaked"),
         seconds=fields.optional_number("seconds"),
         image=fields.optional_text("image"),
+        mse=fields.optional_number("mse"),
+        bound_mse=fields.optional_number("bound_mse"),
     )
 
 

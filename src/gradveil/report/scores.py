@@ -28,6 +28,8 @@ class Score:
     noise_ratio: float | None
     label_correct: float | None
     seconds: float | None
+    mse: float | None
+    bound_mse: float | None
 
 
 def score(rows: Sequence[Attempt]) -> Score:
@@ -44,6 +46,8 @@ def score(rows: Sequence[Attempt]) -> Score:
         noise_ratio=_median(row.noise_ratio for row in rows),
         label_correct=_mean(row.label_correct for row in rows),
         seconds=_median(row.seconds for row in rows),
+        mse=_mean(row.mse for row in rows),  # the bound is on the mean
+        bound_mse=_mean(row.bound_mse for row in rows),
     )
 
 

@@ -57,6 +57,7 @@ def attack_table(audit: Audit) -> Table:
     if audit.blind:
         entries.insert(0, (MISSING, BLIND_GUESS, score(audit.blind)))
     with_noise = any(result.noise_ratio is not None for _, _, result in entries)
+    with_bound = any(result.bound_mse is not None for _, _, result in entries)
     columns = [
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
         Column("Attack", "Who tried to rebuild the image from the update.", numeric=False),
@@ -68,6 +69,18 @@ def attack_table(audit: Audit) -> Table:
         Column("SSIM", "Median structural similarity. 1 is identical."),
         Column("LPIPS", "Median perceptual distance. 0 is identical."),
         *([Column("Noise", "Median share of noise that an evaluation network sees.")] if with_noise else []),
+        *(
+            [
+                Column("MSE", "Mean squared error over the victims."),
+                Column(
+                    "Bound",
+                    "The least mean squared error that any attacker can reach on images smoothed by N(0, 0.1²), if a "
+                    "bound is known. The attacked images are not smoothed.",
+                ),
+            ]
+            if with_bound
+            else []
+        ),
         Column("Label", "How often the attacker knew the right label."),
         Column("Time", "Median time of the attack per victim."),
     ]
@@ -80,6 +93,7 @@ def attack_table(audit: Audit) -> Table:
             _decimal(result.ssim, 2),
             _decimal(result.lpips, 3),
             *([_decimal(result.noise_ratio, 2)] if with_noise else []),
+            *([_decimal(result.mse, 4), _bound(result, attack)] if with_bound else []),
             _share(result.label_correct),
             _seconds(result.seconds),
         )
@@ -122,6 +136,12 @@ def _utility_cells(row: Utility, base: Utility | None, with_history: bool) -> It
 def _leaked(result: Score) -> Cell:
     share = result.leaked / result.victims
     return Cell(f"{result.leaked} of {result.victims:,}", share, leaked=result.leaked > 0)
+
+
+def _bound(result: Score, attack: str) -> Cell:
+    if attack == BLIND_GUESS:
+        return Cell(MISSING, None)
+    return Cell("no bound", None) if result.bound_mse is None else Cell(f"{result.bound_mse:.2g}", result.bound_mse)
 
 
 def _decimal(value: float | None, digits: int) -> Cell:

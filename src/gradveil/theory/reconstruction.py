@@ -114,7 +114,7 @@ def reconstruction_bound(
     if not batches or len({inputs.shape for inputs, _ in batches}) != 1:
         raise InputError("reconstruction_bound: expected batches of one size, at least one")
     variance = {
-        name: (noise[name] if isinstance(noise, Mapping) else torch.full_like(value, noise)).double()
+        name: noise[name].double() if isinstance(noise, Mapping) else torch.full_like(value, noise, dtype=torch.float64)
         for name, value in task.parameters.items()
     }
     if any(bool((value < 0).any()) for value in variance.values()):
