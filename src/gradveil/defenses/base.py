@@ -14,7 +14,7 @@ from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
 from gradveil.registry import Method, Registry, format_spec
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update, compute_update, weighted_mean
+from gradveil.update import LocalSteps, Meta, Update, compute_update, weighted_mean
 
 DEFENSES: Registry["Defense"] = Registry("defense")
 
@@ -174,7 +174,7 @@ class Perturbation(Defense):
         check_gradients(self.name, gradients)
         stacked = {name: value[None] for name, value in gradients.items()}
         result = self._perturb_stacked(stacked, None if generator is None else [generator], public)
-        return Update({name: value[0] for name, value in result.items()}, _meta_of(gradients))
+        return Update({name: value[0] for name, value in result.items()}, meta_of(gradients))
 
     def perturb_clients(
         self,
@@ -309,7 +309,7 @@ class ErrorFeedback(Defense):
         public: Public | None = None,
     ) -> Update:
         """Defend gradient + residual, and keep what was not sent."""
-        wanted = Update(self._wanted(gradients, memory), _meta_of(gradients))
+        wanted = Update(self._wanted(gradients, memory), meta_of(gradients))
         assert memory is not None
         sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"), public=public)
         for name, value in wanted.items():
@@ -540,7 +540,8 @@ def _overrides(defense: Defense, method: str) -> bool:
     return all(getattr(type(defense), method) is not getattr(base, method) for base in (Defense, Perturbation))
 
 
-def _meta_of(gradients: Mapping[str, Tensor]) -> Any:
+def meta_of(gradients: Mapping[str, Tensor]) -> Meta | None:
+    """How the gradients came about, for the update that a defense makes of them: its bytes and values are new."""
     return dataclasses.replace(gradients.meta, bytes=None, grids={}) if isinstance(gradients, Update) else None
 
 

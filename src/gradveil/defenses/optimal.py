@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import Batch, Defense, Memory, Public, _check_finite
+from gradveil.defenses.base import Batch, Defense, Memory, Public, check_gradients
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
@@ -118,7 +118,7 @@ class SensitivityDriven(Defense):
 
         def step(task: Task, inputs: Tensor, labels: Tensor) -> Gradients:
             gradients = task.gradients(inputs, labels)
-            _check_finite(self.name, gradients)
+            check_gradients(self.name, gradients)
             if self.idle:
                 return gradients
             if self.measured is not None:

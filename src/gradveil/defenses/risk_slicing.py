@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.compensation import ASPECT, compensate
-from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, _check_finite, _meta_of
+from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, check_gradients, meta_of
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws, fresh_generator
@@ -125,7 +125,7 @@ class RiskSlicing(Defense):
         generator = generator or fresh_generator(task.device)
         gradients = Task.gradients if self.clip is None else self._clipped
         update = compute_update(task, inputs, labels, local=local, generator=generator, gradients=gradients)
-        _check_finite(self.name, update)
+        check_gradients(self.name, update)
         return self._add_noise(update, generator)
 
     def perturb(
@@ -134,11 +134,12 @@ class RiskSlicing(Defense):
         *,
         generator: torch.Generator | None = None,
         memory: Memory | None = None,
+        public: Public | None = None,
     ) -> Update:
         """Put noise on random slices; only without `clip`, which needs each example's gradient."""
         if self.clip is not None:
             return super().perturb(gradients, generator=generator, memory=memory)
-        _check_finite(self.name, gradients)
+        check_gradients(self.name, gradients)
         return self._add_noise(gradients, generator or fresh_generator(next(iter(gradients.values())).device))
 
     def aggregate(
@@ -180,7 +181,7 @@ class RiskSlicing(Defense):
         for name, value in gradients.items():
             noise = self.noise_std * draws.normal(value[None])[0]
             result[name] = torch.where(chosen[slice_of[name].long()], value + noise, value)
-        return Update(result, _meta_of(gradients))
+        return Update(result, meta_of(gradients))
 
     def _clipped(self, task: Task, inputs: Tensor, labels: Tensor) -> Gradients:
         """The mean of the examples' gradients, each scaled down to norm `clip`."""
