@@ -4,6 +4,7 @@ from gradveil.metrics.blind import blind_guess
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
+from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.scorer import NAN_GREY, Score, Scorer
 from gradveil.metrics.signal_to_noise import psnr
@@ -28,6 +29,7 @@ __all__ = [
     "lpips",
     "match",
     "mse",
+    "noise_ratio",
     "psnr",
     "ssim",
 ]

@@ -1,24 +1,29 @@
-"""The check that every image metric makes first."""
+"""The checks that the image metrics make first."""
 
 from torch import Tensor
 
 from gradveil.errors import InputError
 
 
+def check_images(owner: str, role: str, images: Tensor) -> None:
+    """Refuse anything but a batch of images in [0, 1]."""
+    if images.ndim != 4 or not images.is_floating_point():
+        raise InputError(
+            f"{owner}: {role} must be a float tensor [N, C, H, W], "
+            f"got {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
+        )
+    # Written so that NaN, which compares false with everything, is refused too.
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        raise InputError(
+            f"{owner}: {role} must lie in [0, 1], got values from {images.min().item():g} to "
+            f"{images.max().item():g}; clamp them first (Scorer does, and replaces NaN by 0.5)"
+        )
+
+
 def check_pair(owner: str, originals: Tensor, reconstructions: Tensor) -> None:
     """Refuse anything but two equally shaped batches of images in [0, 1]."""
-    for role, images in (("originals", originals), ("reconstructions", reconstructions)):
-        if images.ndim != 4 or not images.is_floating_point():
-            raise InputError(
-                f"{owner}: {role} must be a float tensor [N, C, H, W], "
-                f"got {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
-            )
-        # Written so that NaN, which compares false with everything, is refused too.
-        if not bool(((images >= 0) & (images <= 1)).all()):
-            raise InputError(
-                f"{owner}: {role} must lie in [0, 1], got values from {images.min().item():g} to "
-                f"{images.max().item():g}; clamp them first (Scorer does, and replaces NaN by 0.5)"
-            )
+    check_images(owner, "originals", originals)
+    check_images(owner, "reconstructions", reconstructions)
     if originals.shape != reconstructions.shape:
         raise InputError(
             f"{owner}: originals and reconstructions must have the same shape, "

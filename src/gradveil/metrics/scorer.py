@@ -8,6 +8,7 @@ from torch import Tensor
 from gradveil.errors import InputError
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
+from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import Lpips
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
@@ -30,7 +31,7 @@ class Score(TypedDict):
     psnr: float
     ssim: float
     lpips: float | None
-    noise_ratio: float | None
+    noise_ratio: float
     label_correct: float
     leaked: bool | None
 
@@ -74,8 +75,7 @@ class Scorer:
             blind_psnr: PSNR [B] of the blind guess for each original; without it `leaked` is None.
 
         Returns:
-            The means over the batch; `leaked` says whether any of its images has leaked. `noise_ratio` is
-            None: it needs an evaluation network.
+            The means over the batch; `leaked` says whether any of its images has leaked.
         """
         if blind_psnr is not None and blind_psnr.shape != originals.shape[:1]:
             raise InputError(
@@ -90,7 +90,7 @@ class Scorer:
             psnr=image_psnr.mean().item(),
             ssim=image_ssim.mean().item(),
             lpips=None if self.lpips is None else self.lpips(originals, images).mean().item(),
-            noise_ratio=None,
+            noise_ratio=noise_ratio(images).mean().item(),
             label_correct=label_accuracy(true_labels, guessed_labels[order]),
             leaked=None if blind_psnr is None else bool(leaked(image_psnr, image_ssim, blind_psnr).any()),
         )
