@@ -140,7 +140,7 @@ class TestScorer:
             "psnr": pytest.approx(metrics.psnr(originals, close).mean().item()),
             "ssim": pytest.approx(metrics.ssim(originals, close).mean().item()),
             "lpips": None,
-            "noise_ratio": None,
+            "noise_ratio": pytest.approx(metrics.noise_ratio(close).mean().item()),
             "label_correct": 1.0,
             "leaked": True,
         }

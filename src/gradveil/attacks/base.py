@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
+from gradveil.attacks.adaptive import Form, find_form
 from gradveil.attacks.engine import Progress, Solution
 from gradveil.attacks.labels import infer_labels
 from gradveil.defenses import Defense
@@ -28,7 +29,8 @@ class ThreatModel:
     Args:
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: they are given in `known_labels`.
         batch_size: images behind each update.
-        adaptive: the attacker knows which defense is used and with which parameters, but not its random draws.
+        adaptive: the attacker knows which defense is used and with which parameters, but not its random draws; the name
+            of a form (see `gradveil.attacks.adaptive`) asks for that one in place of the strongest.
         defense: the defense in use.
         local: the clients' local steps (FedAvg); None: each update is a single gradient.
         server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
@@ -43,7 +45,7 @@ class ThreatModel:
 
     labels: str = "infer"
     batch_size: int = 1
-    adaptive: bool = False
+    adaptive: bool | str = False
     defense: Defense | None = None
     local: LocalSteps | None = None
     server: str = "passive"
@@ -54,7 +56,8 @@ class ThreatModel:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
         checks.choice("ThreatModel", "server", self.server, ["passive", "active"])
         checks.integer("ThreatModel", "batch_size", self.batch_size, low=1)
-        checks.flag("ThreatModel", "adaptive", self.adaptive)
+        if not isinstance(self.adaptive, str):
+            checks.flag("ThreatModel", "adaptive", self.adaptive)
         if (self.labels == "known") != (self.known_labels is not None):
             raise ParameterError(
                 f"ThreatModel: known_labels must be given exactly when labels='known', got labels={self.labels!r} "
@@ -167,9 +170,16 @@ class Attack(Method, ABC):
                 )
         stacked = {name: torch.stack([update[name] for update in victims]) for name in task.parameters}
         generator = generator or fresh_generator(task.device)
+        form = find_form(self.name, threat.defense, threat.adaptive) or Form()
+        if form.before:
+            stacked = form.before(task, stacked, threat.defense, generator)  # type: ignore[arg-type]  # it has a form
         found = self.run(task, stacked, labels, threat, generator, progress, execution)
+        inputs = found.inputs.to(task.dtype)
+        if form.after:
+            images = form.after(inputs.flatten(0, 1), threat.defense)  # type: ignore[arg-type]
+            inputs = images.view_as(inputs)
         return Reconstruction(
-            inputs=found.inputs.to(task.dtype),
+            inputs=inputs,
             labels=found.labels,
             ambiguous_labels=ambiguous,
             loss=found.solution.losses,
@@ -204,8 +214,12 @@ class Attack(Method, ABC):
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what this attack cannot do or needs but is not granted."""
-        if threat.adaptive:
-            raise ThreatModelError(f"{self.name}: has no adaptive form yet; use ThreatModel(adaptive=False)")
+        form = find_form(self.name, threat.defense, threat.adaptive)
+        if form and form.single_gradient and threat.local:
+            raise ThreatModelError(
+                f"{self.name}: the adaptive form {threat.adaptive!r} supposes updates of a single gradient, "
+                f"got local steps {threat.local}; use another form or ThreatModel(local=None)"
+            )
         if threat.labels == "infer" and task.classifier is None:
             raise ThreatModelError(
                 f"{self.name}: the model has no linear classifier to infer labels from; "

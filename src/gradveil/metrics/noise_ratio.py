@@ -28,4 +28,5 @@ def noise_ratio(images: Tensor) -> Tensor:
     [False, True]
     """
     check_images("noise_ratio", "images", images)
-    return evaluation_network(torch.float32, images.device)(images.float()).double()
+    shares: Tensor = evaluation_network(torch.float32, images.device)(images.float())
+    return shares.double()

@@ -1,0 +1,258 @@
+"""Refiner: what it promises, against slow and obvious computations."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import gradveil
+from gradveil import data, metrics, models
+from gradveil.defenses import refiner
+from gradveil.defenses.refiner import Refiner, layer_numbers, project
+from gradveil.errors import InputError
+from gradveil.models.evaluation import evaluation_network
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    return torch.cat([(a[name] - b[name]).double().flatten() for name in a]).norm().item()
+
+
+def utility(defense, task, own, robust, labels):
+    """The utility metric, coordinate by coordinate as the formula says it."""
+    gradients, total = task.gradients(robust, labels), 0.0
+    layers = {"0.weight": 1, "0.bias": 1, "3.weight": 2, "3.bias": 2}
+    for name, parameter in task.parameters.items():
+        for g, g_star, theta in zip(
+            own[name].flatten().tolist(), gradients[name].flatten().tolist(), parameter.flatten().tolist(), strict=True
+        ):
+            total += abs(g * theta) * defense.decay ** layers[name] * (g_star - g) ** 2
+    return total
+
+
+class TestProjection:
+    @given(
+        seed=st.integers(0, 10_000),
+        epsilon=st.floats(1e-6, 1e3),
+        scale=st.floats(1e-3, 1e3),
+        dtype=st.sampled_from([torch.float32, torch.float64]),
+    )
+    def test_never_further_than_epsilon_and_the_nearest_such_point(self, seed, epsilon, scale, dtype):
+        generator = seeded(seed)
+        own, robust = (
+            {name: scale * torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes}
+            for shapes in [[("w", (4, 3)), ("b", (5,))]] * 2
+        )
+        shared = project(own, robust, epsilon)
+        rounding = 4 * torch.finfo(dtype).eps * (distance(own, {n: torch.zeros_like(v) for n, v in own.items()}) + 1)
+        assert distance(shared, own) <= epsilon * (1 + 4 * torch.finfo(dtype).eps) + rounding
+        if distance(robust, own) <= epsilon:
+            assert all(torch.equal(shared[name], robust[name]) for name in own)
+        else:  # on the straight line from one to the other
+            assert distance(shared, own) + distance(shared, robust) == pytest.approx(
+                distance(own, robust), rel=1e-4 if dtype == torch.float32 else 1e-9
+            )
+
+
+class TestShare:
+    @settings(max_examples=15)
+    @given(
+        seed=st.integers(0, 1000),
+        epsilon=st.floats(1e-8, 10),
+        blend=st.floats(0, 1),
+        balance=st.floats(0, 1e3),
+        iterations=st.integers(1, 3),
+    )
+    def test_the_shared_gradient_is_within_epsilon(self, seed, epsilon, blend, balance, iterations):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(108, 4)).double()
+        task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4)
+        inputs, labels = torch.rand(2, 1, 6, 6, dtype=torch.float64), torch.tensor([0, 3])
+        defense = Refiner(epsilon=epsilon, blend=blend, balance=balance, iterations=iterations)
+        shared = defense.share(task, inputs, labels, generator=seeded(seed))
+        assert distance(shared, task.gradients(inputs, labels)) <= epsilon * (1 + 1e-9) + 1e-14
+
+    def test_epsilon_towards_zero_gives_the_gradient(self, tiny_task, tiny_batch):
+        own = tiny_task.gradients(*tiny_batch)
+        for epsilon in (1e-2, 1e-4, 1e-8):
+            shared = Refiner(epsilon=epsilon).share(tiny_task, *tiny_batch, generator=seeded())
+            assert distance(shared, own) == pytest.approx(epsilon, rel=1e-6)
+
+    def test_without_a_bound_it_is_the_gradient_of_the_robust_data(self, tiny_task, tiny_batch):
+        memory = {}
+        shared = Refiner(epsilon=1e9).share(tiny_task, *tiny_batch, generator=seeded(), memory=memory)
+        robust = memory["trained_on"]
+        assert robust.shape == tiny_batch[0].shape
+        assert robust.min() >= 0
+        assert robust.max() <= 1
+        assert distance(shared, tiny_task.gradients(robust, tiny_batch[1])) == 0
+
+    def test_local_steps_are_each_robust(self, tiny_task, tiny_batch):
+        local = gradveil.LocalSteps(epochs=2, batch_size=3, lr=0.1)
+        shared = Refiner(epsilon=1e-3).share(tiny_task, *tiny_batch, generator=seeded(), local=local)
+        plain = gradveil.defense("none").share(tiny_task, *tiny_batch, generator=seeded(), local=local)
+        assert shared.meta.local == local
+        assert (
+            0 < distance(shared, plain) < 2.1e-3
+        )  # two steps of at most epsilon, and the little they move the weights
+
+    def test_what_is_no_image_is_refused(self):
+        task = gradveil.Task(nn.Linear(4, 2), input_shape=(4,), classes=2)
+        with pytest.raises(InputError, match=r"refiner: the evaluation network sees images of 1 or 3 channels.*\[4\]"):
+            Refiner().share(task, torch.rand(1, 4), torch.tensor([0]))
+
+    @pytest.mark.parametrize(
+        ("name", "channels"), [(name, 1) for name in models.names()] + [("lenet", 3), ("vit", 3), ("resnet10", 3)]
+    )
+    def test_every_model_of_the_zoo(self, name, channels):
+        shape = (channels, 32, 32)
+        task = gradveil.Task(models.create(name, input_shape=shape, classes=3), input_shape=shape, classes=3)
+        inputs = torch.rand(2, *shape, generator=seeded())
+        labels, memory = torch.tensor([0, 2]), {}
+        shared = Refiner(epsilon=0.05, iterations=1).share(task, inputs, labels, generator=seeded(), memory=memory)
+        assert 0 < distance(shared, task.gradients(inputs, labels)) <= 0.05 * 1.001
+        assert not torch.equal(memory["trained_on"], inputs)
+
+
+class TestSearch:
+    def test_the_slope_is_that_of_the_formula(self, tiny_task, tiny_batch):
+        """Against central differences of an objective computed coordinate by coordinate."""
+        inputs, labels = tiny_batch
+        defense, network = Refiner(balance=0.3, decay=0.8), evaluation_network(torch.float64)
+        own = tiny_task.gradients(inputs, labels)
+        robust = torch.rand(inputs.shape, generator=seeded(5), dtype=torch.float64)
+
+        def objective(at):
+            return utility(defense, tiny_task, own, at, labels) - 0.3 * network(at).mean().item()
+
+        weights = defense.weights(own, tiny_task.parameters)
+        slope = defense._slope(tiny_task, robust, labels, own, weights, network)
+        for place in [(0, 0, 0, 0), (1, 0, 3, 2), (2, 0, 5, 5)]:
+            nudge = torch.zeros_like(robust)
+            nudge[place] = 1e-5
+            expected = (objective(robust + nudge) - objective(robust - nudge)) / 2e-5
+            assert slope[place].item() == pytest.approx(expected, rel=1e-4, abs=1e-10)
+
+    def test_it_lowers_the_objective(self, tiny_task, tiny_batch):
+        inputs, labels = tiny_batch
+        own, network = tiny_task.gradients(inputs, labels), evaluation_network(torch.float64)
+        start = torch.rand(inputs.shape, generator=seeded(7), dtype=torch.float64)
+        for balance in (0.0, 1.0, 1e6):
+            defense = Refiner(balance=balance)
+            before, after = (
+                utility(defense, tiny_task, own, at, labels) - balance * network(at).mean().item()
+                for at in (start, defense.refine(tiny_task, own, labels, start, 10))
+            )
+            assert after < before
+
+    def test_no_sample_moves_further_than_its_steps(self, tiny_task, tiny_batch):
+        inputs, labels = tiny_batch
+        own = tiny_task.gradients(inputs, labels)
+        robust = Refiner().refine(tiny_task, own, labels, inputs, 7)
+        moved = (robust - inputs).flatten(1).square().mean(1).sqrt()
+        assert (moved > 0).all()
+        assert (moved <= 7 * refiner.STEP + 1e-12).all()
+
+    def test_modules_are_layers(self):
+        task = gradveil.Task(
+            models.create("lenet", input_shape=(1, 28, 28), classes=3), input_shape=(1, 28, 28), classes=3
+        )
+        numbers = layer_numbers(task.parameters)
+        assert sorted(set(numbers.values())) == [1, 2, 3, 4, 5]
+        assert numbers["classifier.weight"] == numbers["classifier.bias"] == 5
+        assert numbers["features.0.weight"] == numbers["features.0.bias"] == 1
+
+
+class TestWarmStart:
+    def iterations_of(self, monkeypatch, defense):
+        taken = []
+        original = Refiner._slope
+
+        def counted(self, *arguments):
+            taken.append(1)
+            return original(self, *arguments)
+
+        monkeypatch.setattr(Refiner, "_slope", counted)
+
+        def share(task, batch, memory):
+            taken.clear()
+            defense.share(task, *batch, generator=seeded(), memory=memory)
+            return len(taken)
+
+        return share
+
+    def test_half_the_iterations_where_every_sample_is_known(self, monkeypatch, tiny_task, tiny_batch):
+        share = self.iterations_of(monkeypatch, Refiner(iterations=5))
+        memory = {}
+        inputs, labels = tiny_batch
+        assert share(tiny_task, tiny_batch, memory) == 5
+        assert share(tiny_task, (inputs.flip(0), labels.flip(0)), memory) == 3
+        assert share(tiny_task, (inputs[:2], labels[:2]), memory) == 3
+        assert share(tiny_task, (inputs, (labels + 1) % 4), memory) == 5  # other labels are other samples
+        assert share(tiny_task, tiny_batch, {}) == 5
+        assert share(tiny_task, tiny_batch, None) == 5
+
+    def test_each_sample_goes_on_where_it_was(self, tiny_task, tiny_batch):
+        memory, defense = {}, Refiner(iterations=2)
+        inputs, labels = tiny_batch
+        defense.share(tiny_task, inputs, labels, generator=seeded(), memory=memory)
+        before = memory["trained_on"]
+        defense.share(tiny_task, inputs.flip(0), labels.flip(0), generator=seeded(1), memory=memory)
+        moved = (memory["trained_on"].flip(0) - before).flatten(1).square().mean(1).sqrt()
+        assert (moved <= refiner.STEP + 1e-3).all()  # one step, and the rounding of what is kept
+
+    def test_the_memory_is_bounded_and_forgets_what_was_unused_for_longest(self, monkeypatch, tiny_task, tiny_batch):
+        monkeypatch.setattr(refiner, "WARM_BYTES", 3 * 2 * 36)  # three images of 36 values
+        share = self.iterations_of(monkeypatch, Refiner(iterations=2))
+        memory = {}
+        images = torch.rand(5, 1, 6, 6, generator=seeded(3), dtype=torch.float64)
+
+        def one(index):
+            return images[index : index + 1], torch.tensor([0])
+
+        for index in (0, 1, 2):
+            assert share(tiny_task, one(index), memory) == 2
+        assert share(tiny_task, one(0), memory) == 1  # used again: 1 is now the oldest
+        assert share(tiny_task, one(3), memory) == 2
+        assert len([key for key in memory if key != "trained_on"]) == 3
+        assert share(tiny_task, one(0), memory) == 1
+        assert share(tiny_task, one(1), memory) == 2
+
+    def test_a_scoped_memory_serves_too(self, tiny_task, tiny_batch):
+        memory = {}
+        chain = gradveil.defense("refiner+top-k:keep=0.5")
+        for _ in range(2):
+            chain.share(tiny_task, *tiny_batch, generator=seeded(), memory=memory)
+        assert sum(key.startswith("0/refined/") for key in memory) == 3
+
+
+class TestBlendedStart:
+    """Figure 5 of the paper: started at the image itself, the search fools the evaluation network."""
+
+    @pytest.fixture
+    def photographs(self, real_data):
+        if not (real_data / "cifar10.npz").exists():
+            pytest.skip("cifar10.npz is not in GRADVEIL_DATA")
+        return data.load("cifar10").test.batch(range(16))
+
+    def robust_data(self, photographs, blend):
+        images, labels = photographs
+        model = models.create("lenet", input_shape=(3, 32, 32), classes=10, activation="gelu")
+        task, memory = gradveil.Task(model, input_shape=(3, 32, 32), classes=10), {}
+        Refiner(blend=blend).share(task, images, labels, generator=seeded(), memory=memory)
+        return memory["trained_on"]
+
+    def test_without_it_the_network_is_fooled(self, photographs):
+        robust = self.robust_data(photographs, 0.0)
+        assert metrics.psnr(photographs[0], robust).min() > 18
+        assert metrics.noise_ratio(photographs[0]).median() < 0.1
+        assert metrics.noise_ratio(robust).median() > 0.5
+
+    def test_with_it_the_image_is_under_noise(self, photographs):
+        robust = self.robust_data(photographs, 0.5)
+        assert metrics.psnr(photographs[0], robust).max() < 15
+        assert metrics.noise_ratio(robust).min() > 0.8
