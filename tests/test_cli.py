@@ -57,7 +57,7 @@ def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
     code, _, _ = gradveil_command(*words, *"--victims 1 --rounds 1 --clients 2 --out".split(), tmp_path / "out")
     assert code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["attacks"] == ["idlg:iterations=150,restarts=1", "dlg:iterations=2,restarts=1"]
+    assert config["attacks"] == ["idlg:iterations=150,restarts=1,mute=none", "dlg:iterations=2,restarts=1,mute=none"]
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")

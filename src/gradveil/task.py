@@ -240,6 +240,21 @@ class Task:
         result: Gradients = grad(self.loss)(dict(parameters), inputs, labels)
         return result
 
+    def representation(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """What the classifier is fed, ``[N, units]``, as a pure function; found by watching the model run."""
+        if self.classifier is None:
+            raise InputError("Task: the model has no linear classifier, so there is no representation before it")
+        weight = self._stateless.get_parameter(self.classifier.weight)
+        linears = [m for m in self._stateless.modules() if isinstance(m, nn.Linear) and m.weight is weight]
+        fed: list[Tensor] = []
+        handles = [m.register_forward_pre_hook(lambda _module, args: fed.append(args[0])) for m in linears]
+        try:
+            self._call(self._stateless, parameters, self.buffers, inputs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return fed[-1]  # of layers that share a weight, the last to run makes the logits
+
     def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
         """What a step on `inputs` makes of the batch-norm statistics, as a pure, differentiable function.
 

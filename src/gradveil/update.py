@@ -101,6 +101,7 @@ class Meta:
         bytes: length of the encoded update, once it has been encoded (see `gradveil.wire`).
         buffers: batch-norm statistics that travel with the update.
         grids: the values that quantised layers take, by parameter name; the encoder sends codes where they hold.
+        clients: how many clients' updates this one is the sum of.
 
     Example:
         >>> Meta(samples=8).local is None
@@ -113,6 +114,7 @@ class Meta:
     bytes: int | None = None
     buffers: Gradients = field(default_factory=dict)
     grids: dict[str, Grid] = field(default_factory=dict)
+    clients: int = 1
 
 
 class Update(dict[str, Tensor]):

@@ -18,7 +18,7 @@ def create(spec: str, /, **parameters: Any) -> Attack:
     """Build an attack from its name and parameters, or from one text as the command line takes it.
 
     >>> create("idlg:iterations=100")
-    gradveil.attack('idlg', iterations=100, restarts=1)
+    gradveil.attack('idlg', iterations=100, restarts=1, mute='none')
     """
     name, given = parse_spec(spec)
     if given and parameters:

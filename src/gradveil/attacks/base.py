@@ -151,6 +151,8 @@ class Attack(Method, ABC):
         if not victims:
             raise InputError(f"{self.name}: expected at least one update, got none")
         self.check_threat(task, threat)
+        # What secure aggregation shows is a sum; of m batches, it is m times the gradient of all their images.
+        victims = [_mean_of(update) for update in victims]
         ambiguous = torch.zeros(len(victims), dtype=torch.bool)
         if threat.known_labels is None:
             guesses = [infer_labels(task, update, threat.batch_size, threat.local) for update in victims]
@@ -225,6 +227,12 @@ class Attack(Method, ABC):
                 f"{self.name}: the model has no linear classifier to infer labels from; "
                 "use ThreatModel(labels='known', known_labels=...)"
             )
+
+
+def _mean_of(update: Update) -> Update:
+    if update.meta.clients == 1:
+        return update
+    return Update({name: value / update.meta.clients for name, value in update.items()}, update.meta)
 
 
 def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -> None:

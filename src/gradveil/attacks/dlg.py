@@ -10,7 +10,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import Search, match, squared_distance
+from gradveil.attacks.matching import NOTHING, Search, audible, match, squared_distance
 from gradveil.task import Task
 
 
@@ -26,6 +26,8 @@ class DLG(Attack):
     Args:
         iterations: L-BFGS steps.
         restarts: independent starting points; the best by the attacker's own loss is returned.
+        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+            answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
         Zhu, Liu and Han, Deep Leakage from Gradients, NeurIPS 2019.
@@ -47,6 +49,7 @@ class DLG(Attack):
 
     iterations: int = 300
     restarts: int = 1
+    mute: str = NOTHING
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
@@ -80,7 +83,7 @@ class DLG(Attack):
         search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
         found = match(
             task,
-            targets,
+            audible(self.name, targets, self.mute),
             labels,
             start,
             search,

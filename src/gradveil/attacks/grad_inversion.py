@@ -8,7 +8,15 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Objective, Progress, adam
-from gradveil.attacks.matching import check_variation, simulate, squared_distance, total_variation, victim_bytes
+from gradveil.attacks.matching import (
+    NOTHING,
+    audible,
+    check_variation,
+    simulate,
+    squared_distance,
+    total_variation,
+    victim_bytes,
+)
 from gradveil.errors import ThreatModelError
 from gradveil.task import Gradients, Task
 
@@ -34,6 +42,8 @@ class GradInversion(Attack):
         group: weight of the distance to the mean of the seeds.
         seeds: number of starting points.
         statistics: weight of the batch-norm statistics, where they are granted.
+        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+            answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
         Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021.
@@ -60,6 +70,7 @@ class GradInversion(Attack):
     group: float = 1e-2
     seeds: int = 4
     statistics: float = 0.1
+    mute: str = NOTHING
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
@@ -87,6 +98,7 @@ class GradInversion(Attack):
     ) -> Found:
         """Minimise the sum over the seeds, then choose the seed that matches best."""
         parameters, images = task.parameters, labels.shape[1]
+        targets = audible(self.name, targets, self.mute)
         tiny = torch.finfo(task.dtype).tiny
 
         def distance(inputs: Tensor, target: Gradients, label: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import Search, match, squared_distance
+from gradveil.attacks.matching import NOTHING, Search, audible, match, squared_distance
 from gradveil.task import Task
 
 
@@ -26,6 +26,8 @@ class IDLG(Attack):
         iterations: L-BFGS steps.
         restarts: independent starting points; the best by the attacker's own loss is returned. With local steps
             (FedAvg) each also supposes another order of the labels.
+        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+            answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
         Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020.
@@ -48,6 +50,7 @@ class IDLG(Attack):
 
     iterations: int = 300
     restarts: int = 1
+    mute: str = NOTHING
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
@@ -67,6 +70,7 @@ class IDLG(Attack):
         search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
         shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=task.device)
+        heard = audible(self.name, targets, self.mute)
         return match(
-            task, targets, labels, start, search, distance=squared_distance, local=threat.local, progress=progress
+            task, heard, labels, start, search, distance=squared_distance, local=threat.local, progress=progress
         )

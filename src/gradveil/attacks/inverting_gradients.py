@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import Search, check_variation, cosine_distance, match, total_variation
+from gradveil.attacks.matching import NOTHING, Search, audible, check_variation, cosine_distance, match, total_variation
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
@@ -39,6 +39,8 @@ class InvertingGradients(Attack):
         tv: weight of the total variation.
         layer_decay: layer l (a parameter tensor, counted from the input) counts layer_decay^l times; 1: all alike.
         restarts: independent starting points; the best by the attacker's own loss is returned.
+        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+            answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
         Geiping et al., Inverting Gradients: How easy is it to break privacy in federated learning?, NeurIPS 2020.
@@ -64,6 +66,7 @@ class InvertingGradients(Attack):
     tv: float = 1e-2
     layer_decay: float = 1.0
     restarts: int = 1
+    mute: str = NOTHING
 
     def __post_init__(self) -> None:
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
@@ -112,7 +115,7 @@ class InvertingGradients(Attack):
             start = 0.45 + 0.1 * start  # nearly grey: smooth like an image
         return match(
             task,
-            targets,
+            audible(self.name, targets, self.mute),
             labels,
             start,
             search,

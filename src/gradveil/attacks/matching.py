@@ -10,9 +10,13 @@ from torch import Tensor
 
 from gradveil.attacks.base import Found
 from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restarts, lbfgs
-from gradveil.errors import ThreatModelError
+from gradveil.errors import ParameterError, ThreatModelError
+from gradveil.registry import suggest
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
+
+NOTHING = "none"
+"""What `mute` says when every layer is matched."""
 
 Distance = Callable[[Gradients, Gradients], Tensor]
 Prior = Callable[[Tensor], Tensor]
@@ -47,6 +51,31 @@ class Search:
     restarts: int = 1
     smoothing: Sequence[float] = ()
     execution: str = "auto"
+
+
+def audible(owner: str, targets: Gradients, mute: str) -> Gradients:
+    """The layers an attacker matches: all but those in `mute`.
+
+    Args:
+        owner: who asks, for the error message.
+        targets: the updates by parameter name.
+        mute: ``"none"``, or names of parameters or modules to leave out, separated by ``|``.
+
+    >>> sorted(audible("idlg", {"conv.weight": torch.zeros(1), "fc.weight": torch.zeros(1)}, "fc"))
+    ['conv.weight']
+    """
+    if mute == NOTHING:
+        return targets
+    left = dict(targets)
+    for entry in mute.split("|"):
+        named = [name for name in targets if name == entry or name.startswith(f"{entry}.")]
+        if not named:
+            raise ParameterError(f"{owner}: mute names no layer of the model: {entry!r}; {suggest(entry, targets)}")
+        for name in named:
+            left.pop(name, None)
+    if not left:
+        raise ParameterError(f"{owner}: mute={mute} leaves no layer to match; name fewer")
+    return left
 
 
 def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, local: LocalSteps | None) -> Gradients:

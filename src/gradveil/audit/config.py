@@ -50,7 +50,7 @@ class AuditConfig:
     Example:
         >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
         >>> config.defenses, config.attacks
-        (('none', 'gaussian-noise:std=0.1'), ('idlg:iterations=300,restarts=1',))
+        (('none', 'gaussian-noise:std=0.1'), ('idlg:iterations=300,restarts=1,mute=none',))
     """
 
     dataset: str = "mnist"

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
+from gradveil.accounting import PrivacySpent
 from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
 from gradveil.registry import Method, Registry, format_spec
@@ -116,6 +117,19 @@ class Defense(Method, ABC):
         """Variance of the normal noise on each value, if that is all the defense does and no data decides its level.
 
         None where that is not so; then no reconstruction bound is known (`gradveil.theory.reconstruction_bound`).
+        """
+        return None
+
+    def privacy_spent(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> PrivacySpent | None:
+        """The (epsilon, delta) of a client after a run, for defenses that carry a proof; None: no guarantee.
+
+        Args:
+            rounds: rounds the client took part in.
+            batch_size: images it drew in each, without replacement.
+            examples: images it drew them from.
+            local: its local steps.
         """
         return None
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, _check_finite
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, check_gradients
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
 from gradveil.randomness import fresh_generator
@@ -165,7 +165,7 @@ class Refiner(Defense):
         self, task: Task, inputs: Tensor, labels: Tensor, generator: torch.Generator, memory: Memory | None
     ) -> Gradients:
         own = task.gradients(inputs, labels)
-        _check_finite(self.name, own)
+        check_gradients(self.name, own)
         if self.epsilon == 0:
             return own
         start, warm = self._start(inputs, labels, generator, memory)

@@ -1,0 +1,109 @@
+"""DP-SGD: clip every example's gradient, add noise, and account for it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.accounting import PrivacySpent, privacy_spent
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
+from gradveil.randomness import fresh_generator
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps, Update, compute_update
+
+
+@DEFENSES.register("dp-sgd")
+@dataclass(repr=False)
+class DPSGD(Defense):
+    r"""Clip the gradient of every example to norm `clip`, sum, add normal noise, divide by the batch size.
+
+    .. math:: \tilde g = \frac1B \Big( \sum_{j=1}^B g_j \min(1, clip / |g_j|) + N(0, (noise\_multiplier \cdot clip)^2 I)
+              \Big)
+
+    The norm runs over all layers of one example together. Under FedAvg it acts in every local step.
+
+    `privacy_spent` gives (epsilon, delta) towards a server that sees every update of a client: per example, and
+    for the client's own data only. gradveil's training draws batches of a *fixed* size, without replacement; that is
+    what is accounted for (neighbours differ in one example that is replaced; see `accounting.privacy_spent`). It is an
+    upper bound and larger than the figures usually printed, which suppose Poisson sampling. Drawing clients is not
+    counted as protection, since the server does it. A batch-norm layer in train mode mixes the examples, so there is
+    no per-example gradient; `Task` refuses it.
+
+    Args:
+        clip: largest norm of one example's gradient.
+        noise_multiplier: standard deviation of the noise on the sum, in units of `clip`; 0: clipping only, epsilon
+            is infinite.
+        delta: of the guarantee that is printed.
+
+    References:
+        Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
+
+    Example:
+        >>> import gradveil
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> images, labels = torch.rand(8, 1, 2, 2), torch.zeros(8, dtype=torch.long)
+        >>> update = DPSGD(clip=0.1, noise_multiplier=0.0).share(task, images, labels)
+        >>> bool(torch.cat([value.flatten() for value in update.values()]).norm() <= 0.1)
+        True
+    """
+
+    paper = "Abadi et al., CCS 2016"
+
+    clip: float = 1.0
+    noise_multiplier: float = 1.0
+    delta: float = 1e-5
+
+    def __post_init__(self) -> None:
+        self.clip = checks.number(self.name, "clip", self.clip, above=0)
+        self.noise_multiplier = checks.number(self.name, "noise_multiplier", self.noise_multiplier, low=0)
+        self.delta = checks.number(self.name, "delta", self.delta, above=0, below=1)
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """The noisy mean of clipped gradients, in every step."""
+        generator = generator or fresh_generator(inputs.device)
+
+        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
+            return self._noisy_mean(clipped_sum(stepping, images, targets, self.clip), len(images), generator)
+
+        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+
+    def _noisy_mean(self, total: Gradients, examples: int, generator: torch.Generator) -> Gradients:
+        std = self.noise_multiplier * self.clip
+        return {
+            name: (value + std * torch.empty_like(value).normal_(generator=generator)) / examples
+            for name, value in total.items()
+        }
+
+    def privacy_spent(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> PrivacySpent:
+        """(epsilon, delta) for one client's examples; local epochs each use every drawn example once."""
+        return privacy_spent(
+            noise_multiplier=self.noise_multiplier,
+            rounds=rounds,
+            batch_size=batch_size,
+            examples=examples,
+            delta=self.delta,
+            sampling="fixed",
+            passes=1 if local is None else local.epochs,
+        )
+
+
+def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float) -> Gradients:
+    """The sum over the examples of their gradients, each scaled down to norm `clip` if it is longer."""
+    gradients = task.per_example_gradients(inputs, labels)
+    squares = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0)
+    scale = (clip / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(1)
+    return {name: torch.tensordot(scale, value, dims=1) for name, value in gradients.items()}

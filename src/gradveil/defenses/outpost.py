@@ -1,0 +1,112 @@
+"""Outpost: noise by layer risk on the informative entries, pruning, less and less often."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
+from gradveil.defenses.selection import keep_ranks, largest, share_of
+from gradveil.errors import InputError
+from gradveil.randomness import fresh_generator
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Update, compute_update
+
+
+@DEFENSES.register("outpost")
+@dataclass(repr=False)
+class Outpost(Defense):
+    r"""In a falling share of the rounds, add noise where Fisher information is large, then prune.
+
+    .. math:: risk_l = \min(Var(w_l), 1), \quad
+              \tilde g_l = prune\big(g_l + N(0, (scale \cdot risk_l)^2) \cdot [g^2 \text{ among the largest}]\big)
+
+    In round t (the client's own count, from 0) this happens with probability ``1 / (1 + decay t)``; in the other
+    rounds the update leaves **as it is**. So the protection is that of the first rounds, and an attacker only waits.
+    The empirical Fisher information of a coordinate is its squared gradient; the largest `noised` share of each layer
+    gets noise, then the smallest `pruned` share of the noisy layer is zeroed. Counts are exact: ``ceil(noised n)``
+    values get noise, ``ceil((1 - pruned) n)`` are sent.
+
+    It needs the weights, not the data: under FedAvg it acts once, on the finished update, with the weights the server
+    sent. The round count lives in the client's `memory`.
+
+    Choices the sources leave open: the paper decays over local iterations, we over rounds; the Fisher threshold is per
+    layer (one over all layers would leave whole layers untouched); noise comes before pruning, so that the update is
+    as sparse as the pruning says; a layer of a single weight has no variance and counts as risk 0.
+
+    Args:
+        scale: noise per unit of risk (the paper's lambda).
+        noised: share of each layer's values that get noise (phi).
+        pruned: share of each layer's values that are zeroed (rho).
+        decay: how fast application becomes rare (beta); 0: in every round. scale = pruned = 0 is the identity.
+
+    References:
+        Wang, Hugh and Li, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage in Production
+        Federated Learning, INFOCOM 2023.
+
+    Example:
+        >>> import gradveil
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> update = Outpost().share(task, torch.rand(1, 1, 2, 2), torch.tensor([1]), memory={})
+        >>> int((update["1.weight"] != 0).sum())
+        3
+    """
+
+    paper = "Wang et al., INFOCOM 2023"
+
+    scale: float = 0.8
+    noised: float = 0.4
+    pruned: float = 0.8
+    decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        self.scale = checks.number(self.name, "scale", self.scale, low=0)
+        self.noised = checks.number(self.name, "noised", self.noised, low=0, high=1)
+        self.pruned = checks.number(self.name, "pruned", self.pruned, low=0, below=1)
+        self.decay = checks.number(self.name, "decay", self.decay, low=0)
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """The update, perturbed if this round's draw says so."""
+        if memory is None:
+            raise InputError(
+                f"{self.name}: needs memory=, a mapping that is the client's own and lives through all rounds, "
+                "to count them"
+            )
+        generator = generator or fresh_generator(inputs.device)
+        update = compute_update(task, inputs, labels, local=local, generator=generator)
+        rounds = int(memory.get("rounds", torch.tensor(0)))
+        memory["rounds"] = torch.tensor(rounds + 1)
+        draw = float(torch.rand((), generator=generator, device=inputs.device))
+        if draw >= 1 / (1 + self.decay * rounds):
+            return update
+        weights = task.parameters
+        return Update(
+            {name: self._perturbed(value, weights[name], generator) for name, value in update.items()}, update.meta
+        )
+
+    def _perturbed(self, gradient: Tensor, weights: Tensor, generator: torch.Generator) -> Tensor:
+        row = gradient.reshape(1, -1)
+        count = row.shape[1]
+        std = self.scale * layer_risk(weights)
+        noise = std * torch.empty_like(row).normal_(generator=generator)
+        informative = largest(row, share_of(self.noised, count, math.ceil))
+        noisy = torch.where(informative, row + noise, row)
+        return keep_ranks(noisy, 0, share_of(1 - self.pruned, count, math.ceil)).reshape(gradient.shape)
+
+
+def layer_risk(weights: Tensor) -> float:
+    """How much a layer may leak by the paper's measure: the variance of its weights, at most 1."""
+    return min(float(weights.var()), 1.0) if weights.numel() > 1 else 0.0

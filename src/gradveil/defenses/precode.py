@@ -1,0 +1,170 @@
+"""PRECODE: a variational bottleneck before the classifier."""
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
+from gradveil.errors import InputError
+from gradveil.randomness import fresh_generator
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps, Update, compute_update
+
+
+@DEFENSES.register("precode")
+@dataclass(repr=False)
+class Precode(Defense):
+    r"""Train **another model**: the given one with a variational bottleneck before its classifier.
+
+    .. math:: (\mu, \log \sigma^2) = E r, \quad b = \mu + \sigma \epsilon, \quad \epsilon \sim N(0, I), \quad
+              logits = C D b, \qquad loss = CE + \beta \, KL(N(\mu, \sigma^2) \| N(0, I))
+
+    r is the representation that was fed to the classifier C; E and D are linear layers to and from `width` values. KL
+    is the sum over the bottleneck, averaged over the batch. `prepare` returns the task of the extended model: it has
+    more parameters (``width (3 units + 2) + units`` more; lenet becomes 31 times as large), other names
+    (``classifier.1.weight``) and other accuracy, and everything after it must use that task.
+
+    A client draws a fresh epsilon for every image and every step, so its gradient is random; the attacker does not
+    know it and computes with epsilon = 0, as the trained model does when it predicts. The layers before the
+    bottleneck see the noise only through the error that comes back: an attacker who leaves the bottleneck and the
+    classifier out of the matching (``mute`` of the matching attacks) loses little.
+
+    Choices the source leaves open: log-variance parametrisation, torch's default range for the new weights, no noise
+    at prediction.
+
+    Args:
+        width: size of the bottleneck.
+        beta: weight of the KL term.
+
+    References:
+        Scheliga, Mäder and Seeland, PRECODE: A Generic Model Extension to Prevent Deep Gradient Leakage, WACV 2022.
+
+    Example:
+        >>> import gradveil
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+        >>> task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> list(Precode(width=2).prepare(task).parameters)[:3]
+        ['1.0.encoder.weight', '1.0.encoder.bias', '1.0.decoder.weight']
+    """
+
+    paper = "Scheliga et al., WACV 2022"
+
+    width: int = 256
+    beta: float = 1e-3
+
+    def __post_init__(self) -> None:
+        self.width = checks.integer(self.name, "width", self.width, low=1)
+        self.beta = checks.number(self.name, "beta", self.beta, low=0)
+
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+        """The task of the extended model, at the given weights and new ones for the bottleneck."""
+        return VariationalTask.extend(task, self.width, self.beta, generator or fresh_generator(task.device))
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """The update of the extended model, with fresh noise in every step."""
+        if not isinstance(task, VariationalTask):
+            raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
+        generator = generator or fresh_generator(inputs.device)
+
+        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
+            assert isinstance(stepping, VariationalTask)
+            return stepping.with_noise(len(images), generator).gradients(images, targets)
+
+        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+
+
+class Bottleneck(nn.Module):
+    """``decoder(mean + std * noise)``; the noise is a buffer, so that the module stays a function of its tensors."""
+
+    def __init__(self, units: int, width: int) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(units, 2 * width)
+        self.decoder = nn.Linear(width, units)
+        self.noise: Tensor
+        self.register_buffer("noise", torch.zeros(1, width))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """What the classifier gets to see of `values`."""
+        mean, log_variance = self.encoder(values).chunk(2, dim=-1)
+        decoded: Tensor = self.decoder(mean + (0.5 * log_variance).exp() * self.noise)
+        return decoded
+
+
+class VariationalTask(Task):
+    """The task of a model with a bottleneck before its classifier; the loss includes the KL term."""
+
+    place: str  # name of the bottleneck
+    beta: float
+
+    @classmethod
+    def extend(cls, task: Task, width: int, beta: float, generator: torch.Generator) -> "VariationalTask":
+        """`task` with a bottleneck of `width` values; the given task's model is not touched."""
+        if task.classifier is None:
+            raise InputError("precode: the model has no linear classifier to put a bottleneck before")
+        model = copy.deepcopy(task._model)
+        with torch.no_grad():
+            values = {**task.parameters, **task.buffers}
+            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+                tensor.copy_(values[name])
+        name = task.classifier.weight.rpartition(".")[0]
+        classifier = model.get_submodule(name)
+        assert isinstance(classifier, nn.Linear)
+        bottleneck = Bottleneck(classifier.in_features, width).to(task.device, task.dtype)
+        for parameter, fan_in in zip(bottleneck.parameters(), 2 * [classifier.in_features] + 2 * [width], strict=True):
+            nn.init.uniform_(parameter, -1 / math.sqrt(fan_in), 1 / math.sqrt(fan_in), generator=generator)
+        extended = nn.Sequential(bottleneck, classifier)
+        if name:
+            parent, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(parent), attribute, extended)
+        else:
+            model = extended
+        normalisation: dict[str, Any] = {}
+        if task._normalisation is not None:
+            mean, std = task._normalisation
+            normalisation = {"mean": mean.flatten().tolist(), "std": std.flatten().tolist()}
+        result = cls(model, task._loss, input_shape=task.input_shape, classes=task.classes, **normalisation)
+        result.place, result.beta = f"{name}.0".lstrip("."), beta
+        return result
+
+    def with_noise(self, images: int, generator: torch.Generator) -> "VariationalTask":
+        """The same task with fresh noise for each of `images` images."""
+        name = f"{self.place}.noise"
+        noise = torch.randn(
+            images, self.buffers[name].shape[1], generator=generator, dtype=self.dtype, device=self.device
+        )
+        other = self.with_parameters(self.parameters, {name: noise})
+        assert isinstance(other, VariationalTask)
+        return other
+
+    def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck values."""
+        moments: list[Tensor] = []
+        encoder = self._stateless.get_submodule(f"{self.place}.encoder")
+        handle = encoder.register_forward_hook(lambda _module, _args, output: moments.append(output))
+        try:
+            loss = super().loss(parameters, inputs, labels)
+        finally:
+            handle.remove()
+        return loss + self.beta * divergence(moments[-1])
+
+
+def divergence(moments: Tensor) -> Tensor:
+    """KL(N(mean, variance) || N(0, I)), summed over the bottleneck, averaged over the batch."""
+    mean, log_variance = moments.chunk(2, dim=-1)
+    return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(-1).mean()

@@ -1,0 +1,47 @@
+"""Secure aggregation: the server sees a sum and nothing else."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.randomness import Draws
+from gradveil.update import Update, weighted_mean
+
+
+@DEFENSES.register("secure-aggregation")
+@dataclass(repr=False)
+class SecureAggregation(Perturbation):
+    r"""The server learns only the sum of the clients' updates.
+
+    .. math:: visible = \sum_{i=1}^m u_i
+
+    The protocol's outcome, not its cryptography: `share` is the plain update, and `visible` is what pairwise masks
+    leave for the server to read. How much that hides depends on the number m of clients alone: the sum of m single
+    images is m times the gradient of a batch of m, and an attacker may attack that. With one client it hides
+    nothing, and a server that invents the other clients has just that.
+
+    References:
+        Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017.
+
+    Example:
+        >>> first, second = (Update({"w": torch.tensor([v])}) for v in (1.0, 3.0))
+        >>> [seen] = SecureAggregation().visible([first, second])
+        >>> seen["w"].tolist(), seen.meta.clients
+        ([4.0], 2)
+    """
+
+    paper = "Bonawitz et al., CCS 2017"
+
+    def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
+        """A copy: what is hidden is hidden from the server, see `visible`."""
+        return rows.clone()
+
+    def visible(self, updates: Sequence[Update]) -> list[Update]:
+        """The sum of the updates, `meta.clients` of them; batch-norm statistics are averaged."""
+        mean = weighted_mean(updates)
+        total = {name: torch.stack([update[name] for update in updates]).sum(0) for name in mean}
+        local = updates[0].meta.local
+        return [Update(total, replace(mean.meta, local=local, clients=len(updates)))]

@@ -1,0 +1,147 @@
+"""Soteria: prune the gradient of the classifier by what its inputs tell about the image."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+
+from gradveil import checks
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
+from gradveil.defenses.selection import share_of
+from gradveil.errors import InputError
+from gradveil.randomness import fresh_generator
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps, Update, compute_update
+
+MEMORY = 1 << 30
+"""Bytes that the units or directions worked on at once may take."""
+
+
+@DEFENSES.register("soteria")
+@dataclass(repr=False)
+class Soteria(Defense):
+    r"""Zero the columns of the classifier's weight gradient that belong to the most revealing units.
+
+    .. math:: score_i = \sum_{images} |\partial r_i / \partial x| \, / \, |r_i|
+
+    r is the representation before the classifier, found by watching the model run. The `rate` share of its units with
+    the *smallest* score loses its columns: there a change of r costs the attacker most in x. All other layers, and
+    the classifier's bias, leave untouched; **an attacker who ignores the classifier's weight sees an undefended
+    update** (``mute=classifier`` of the matching attacks).
+
+    Under FedAvg it acts in every local step.
+
+    Choices the sources leave open (four denominators circulate): \|r_i\| as it stands, nothing added; of a batch,
+    each image's score is taken by itself and then summed; an image on which a unit is silent (r_i = 0 and no slope)
+    adds nothing, and units silent on every image are not counted: their columns are zero already. With batch norm in
+    train mode r_i stands for the unit's sum over the batch.
+
+    Args:
+        rate: share of the (not silent) units whose columns are zeroed, rounded down; 0 is the identity.
+        directions: 0: exact scores, one vectorised backward pass a unit; otherwise estimates from so many random
+            input directions in forward mode, :math:`|\partial r_i/\partial x|^2 = E_v (J v)_i^2`, whose relative
+            standard error is sqrt(1 / (2 directions)).
+
+    References:
+        Sun et al., Soteria: Provable Defense against Privacy Leakage in Federated Learning from Representation
+        Perspective, CVPR 2021.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import models
+        >>> model = models.create("lenet", input_shape=(1, 8, 8), classes=3)
+        >>> task = gradveil.Task(model, input_shape=(1, 8, 8), classes=3)
+        >>> update = Soteria(rate=0.75).share(task, torch.rand(1, 1, 8, 8), torch.tensor([2]))
+        >>> float((update["classifier.weight"] == 0).float().mean())
+        0.75
+    """
+
+    paper = "Sun et al., CVPR 2021"
+
+    rate: float = 0.8
+    directions: int = 0
+
+    def __post_init__(self) -> None:
+        self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
+        self.directions = checks.integer(self.name, "directions", self.directions, low=0)
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """The update, with columns zeroed in every step."""
+        if task.classifier is None:
+            raise InputError(
+                f"{self.name}: the model has no linear classifier whose gradient could be pruned; use another defense"
+            )
+        weight = task.classifier.weight
+        generator = generator or fresh_generator(inputs.device)
+
+        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
+            gradients = stepping.gradients(images, targets)
+            scores = self.scores(stepping, images, generator=generator)
+            zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
+            columns = scores.argsort(stable=True)[:zeroed]
+            return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
+
+        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+
+    @torch.no_grad()
+    def scores(self, task: Task, inputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+        """The score of every unit, ``[units]``; infinite for units that are silent on every image."""
+        if self.directions:
+            generator = generator or fresh_generator(inputs.device)
+            slopes, values = estimated_slopes(task, inputs, self.directions, generator)
+        else:
+            slopes, values = exact_slopes(task, inputs)
+        ratios = slopes / values.abs()
+        silent = ratios.isnan()  # 0 / 0
+        return ratios.masked_fill(silent, 0).sum(0).masked_fill(silent.all(0), math.inf)
+
+
+def exact_slopes(task: Task, inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Norms of d r_i / d x, and r itself, both ``[N, units]``: one backward pass a unit, many units at once."""
+    parameters = task.parameters
+    values: Tensor
+    values, pull_back, *_ = vjp(lambda x: task.representation(parameters, x), inputs)
+
+    def norms(unit: Tensor) -> Tensor:
+        slope: Tensor = pull_back(unit.expand_as(values))[0]
+        length: Tensor = slope.flatten(1).norm(dim=1)
+        return length
+
+    units = torch.eye(values.shape[1], dtype=values.dtype, device=values.device)
+    slopes: Tensor = vmap(norms, out_dims=1, chunk_size=_chunk(task, len(inputs)))(units)
+    return slopes, values
+
+
+def estimated_slopes(task: Task, inputs: Tensor, directions: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """`exact_slopes`, estimated from random directions; each image gets directions of its own."""
+    parameters = task.parameters
+
+    def represent(images: Tensor) -> Tensor:
+        return task.representation(parameters, images)
+
+    def squared_response(direction: Tensor) -> Tensor:
+        tangent: Tensor = jvp(represent, (inputs,), (direction,))[1]
+        return tangent.square()
+
+    drawn = torch.randn(directions, *inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+    squares: Tensor = vmap(squared_response, chunk_size=_chunk(task, len(inputs)))(drawn)
+    return squares.mean(0).sqrt(), represent(inputs)
+
+
+def _chunk(task: Task, batch: int) -> int:
+    # Two values an activation: the derivative that comes in and the one that goes out. More than 64 at once leave the
+    # caches and gain nothing (measured on lenet and resnet18).
+    values = 2 * batch * task.activations
+    return max(1, min(64, MEMORY // (values * task.dtype.itemsize)))

@@ -1,0 +1,111 @@
+"""Image transforms by name: the space in which `ats` looks for its policies.
+
+A transform is written ``NAME@AMOUNT`` (``rotate@-30``), or ``NAME`` where there is no amount; a policy is a sequence of
+them joined by ``>``, applied from left to right. The operations are Pillow's, on 8-bit images, as in the AutoAugment
+family: values are rounded to 1/255. Where an image is moved, what comes in from outside is mid-grey.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+from torch import Tensor
+
+from gradveil.errors import InputError, ParameterError
+from gradveil.registry import suggest
+
+Picture = Image.Image
+SEPARATOR = ">"
+OUTSIDE = 128  # mid-grey
+
+
+def _affine(picture: Picture, matrix: Sequence[float]) -> Picture:
+    """Each pixel (x, y) of the result is that of ``(a x + b y + c, d x + e y + f)`` in `picture`."""
+    outside = (OUTSIDE,) * len(picture.getbands())
+    return picture.transform(picture.size, Image.Transform.AFFINE, list(matrix), fillcolor=outside)
+
+
+def _rotate(picture: Picture, degrees: float) -> Picture:
+    return picture.rotate(degrees, fillcolor=(OUTSIDE,) * len(picture.getbands()))
+
+
+# Amounts: shear in pixels a pixel, translation in shares of the side, rotation in degrees, solarisation threshold and
+# enhancement factors as Pillow has them (factor 1 changes nothing), posterisation in bits kept.
+_WITH_AMOUNT: dict[str, tuple[Callable[[Picture, float], Picture], tuple[float, ...]]] = {
+    "shear-x": (lambda p, a: _affine(p, (1, a, 0, 0, 1, 0)), (-0.3, -0.15, 0.15, 0.3)),
+    "shear-y": (lambda p, a: _affine(p, (1, 0, 0, a, 1, 0)), (-0.3, -0.15, 0.15, 0.3)),
+    "translate-x": (lambda p, a: _affine(p, (1, 0, round(a * p.width), 0, 1, 0)), (-0.4, -0.2, 0.2, 0.4)),
+    "translate-y": (lambda p, a: _affine(p, (1, 0, 0, 0, 1, round(a * p.height))), (-0.4, -0.2, 0.2, 0.4)),
+    "rotate": (_rotate, (-30, -15, 15, 30)),
+    "solarize": (lambda p, a: ImageOps.solarize(p, round(a)), (64, 128, 192)),
+    "posterize": (lambda p, a: ImageOps.posterize(p, round(a)), (2, 4)),
+    "contrast": (lambda p, a: ImageEnhance.Contrast(p).enhance(a), (0.3, 0.6, 1.5, 1.9)),
+    "brightness": (lambda p, a: ImageEnhance.Brightness(p).enhance(a), (0.3, 0.6, 1.5, 1.9)),
+    "saturation": (lambda p, a: ImageEnhance.Color(p).enhance(a), (0.1, 0.5, 1.5, 1.9)),
+    "sharpness": (lambda p, a: ImageEnhance.Sharpness(p).enhance(a), (0.1, 0.5, 1.5, 1.9)),
+}
+_WITHOUT_AMOUNT: dict[str, Callable[[Picture], Picture]] = {
+    "invert": ImageOps.invert,
+    "equalize": ImageOps.equalize,
+    "autocontrast": ImageOps.autocontrast,
+    "flip": ImageOps.mirror,
+}
+
+
+def names() -> list[str]:
+    """All transforms, written as a policy takes them: 45 of them.
+
+    >>> len(names()), names()[0], names()[-1]
+    (45, 'shear-x@-0.3', 'flip')
+    """
+    return [f"{name}@{amount:g}" for name, (_, amounts) in _WITH_AMOUNT.items() for amount in amounts] + list(
+        _WITHOUT_AMOUNT
+    )
+
+
+def parse_policy(text: str) -> list[str]:
+    """The transforms of a policy, checked.
+
+    >>> parse_policy("rotate@15>invert")
+    ['rotate@15', 'invert']
+    """
+    known = names()
+    parts = re.split(SEPARATOR, text)
+    for part in parts:
+        if part not in known:
+            raise ParameterError(f"ats: unknown transform {part!r}; {suggest(part, known)}")
+    return parts
+
+
+def apply_policy(text: str, images: Tensor) -> Tensor:
+    """Every image after all transforms of a policy; `images` ``[N, C, H, W]`` in [0, 1], grey or colour.
+
+    >>> apply_policy("invert", torch.tensor([[[[0.0, 1.0]]]])).tolist()
+    [[[[1.0, 0.0]]]]
+    """
+    parts = parse_policy(text)
+    if images.ndim != 4 or images.shape[1] not in (1, 3):
+        raise InputError(
+            f"ats: transforms work on images [N, 1 or 3, height, width], got shape {list(images.shape)}; "
+            "use another defense"
+        )
+    return torch.stack([_to_tensor(_transformed(_to_picture(image), parts), image) for image in images])
+
+
+def _transformed(picture: Picture, parts: Sequence[str]) -> Picture:
+    for part in parts:
+        name, _, amount = part.partition("@")
+        picture = _WITH_AMOUNT[name][0](picture, float(amount)) if amount else _WITHOUT_AMOUNT[name](picture)
+    return picture
+
+
+def _to_picture(image: Tensor) -> Picture:
+    pixels = image.detach().clamp(0, 1).mul(255).round().byte().permute(1, 2, 0).cpu().numpy()
+    return Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else np.ascontiguousarray(pixels))
+
+
+def _to_tensor(picture: Picture, like: Tensor) -> Tensor:
+    pixels = torch.from_numpy(np.array(picture)).view(*like.shape[1:], like.shape[0]).permute(2, 0, 1)
+    return pixels.to(like.device, like.dtype) / 255
