@@ -1,5 +1,6 @@
 """What a run of DP-SGD has spent: (epsilon, delta) from the dp-accounting library."""
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -80,7 +81,7 @@ def privacy_spent(
     if rounds == 0:
         return PrivacySpent(0.0, delta, sampling)
     if noise_multiplier == 0:
-        return PrivacySpent(float("inf"), delta, sampling)
+        return PrivacySpent(math.inf, delta, sampling)
     try:
         import dp_accounting
         from dp_accounting import pld, rdp

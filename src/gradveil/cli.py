@@ -214,12 +214,16 @@ def train(
         )
     if as_json:
         figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "task"}
+        figures["privacy"] = result.privacy and str(result.privacy)
+        figures["epsilon"] = result.privacy and result.privacy.epsilon
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
         out.print_json(json.dumps({"defense": str(chosen), "dataset": dataset, "model": model, **finite}))
         return
     if result.diverged is not None:
         say(f"note: the training diverged in round {result.diverged + 1} and was stopped; lower --lr")
     out.print(_training_table(str(chosen), result))
+    if result.privacy is not None:
+        out.print(f"differential privacy: {result.privacy}", markup=False, soft_wrap=True)
 
 
 def _training_table(defense: str, result: TrainingResult) -> Table:

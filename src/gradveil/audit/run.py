@@ -307,7 +307,7 @@ class _Bench:
             defense,
             generator=randomness("bound", str(defense)),
         )
-        updates = [self._share(defense, task, victim, randomness) for victim in chunk]
+        updates, memories = zip(*(self._share(defense, task, victim, randomness) for victim in chunk), strict=True)
         known = self.labels[chunk.start : chunk.stop] if self.config.labels == "known" else None
         found = attack.reconstruct(
             task,
@@ -332,21 +332,25 @@ class _Bench:
                 iterations=int(found.iterations[place]),
                 seconds=found.seconds / len(chunk),
                 bound=None if bound is None else bound.mse,
+                trained_on=_trained_on(memories[place]),
             )
             for place, victim in enumerate(chunk)
             if victim in missing
         )
 
-    def _share(self, defense: Defense, task: Task, victim: int, randomness: Callable[..., torch.Generator]) -> Update:
-        """What the victim shares in its first round, alone in it."""
+    def _share(
+        self, defense: Defense, task: Task, victim: int, randomness: Callable[..., torch.Generator]
+    ) -> tuple[Update, dict[str, Tensor]]:
+        """What the victim shares in its first round, alone in it, and what it remembers of it."""
         batch = as_batch(task, (self.images[victim], self.labels[victim]))
         memory: dict[str, Tensor] = {}
         announced = defense.announce(
             task, *batch, generator=randomness("announce", str(defense), victim), memory=memory
         )
-        return defense.share(
+        update = defense.share(
             task, *batch, generator=randomness("share", str(defense), victim), memory=memory, public=announced
         )
+        return update, memory
 
     def _row(
         self,
@@ -360,10 +364,11 @@ class _Bench:
         iterations: int,
         seconds: float,
         bound: float | None = None,
+        trained_on: Tensor | None = None,
     ) -> Row:
-        score = self.scorer.score(
-            self.images[victim], images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim]
-        )
+        guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
+        score = self.scorer.score(self.images[victim], *guess)
+        against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
         stem = _slug(f"{defense}-{attack}") if attack else BLIND_GUESS
         return {
             "defense": defense.name if defense else None,
@@ -380,6 +385,8 @@ class _Bench:
             "batch_size": self.config.batch_size,
             **score,
             "bound_mse": bound,
+            # Against the images the client truly used, where the defense changed them.
+            "trained_on": against and {metric: against[metric] for metric in ("mse", "psnr", "ssim", "lpips")},
             "loss": None if loss is None else _finite(loss),
             "iterations": iterations,
             "seconds": round(seconds, 3),
@@ -423,9 +430,16 @@ class _Bench:
                     "download_bytes": _finite(result.download_bytes),
                     "history": [accuracy for _, accuracy in result.history],
                     "diverged": result.diverged,
+                    "privacy": None if result.privacy is None else str(result.privacy),
+                    "epsilon": None if result.privacy is None else _finite(result.privacy.epsilon),
                 }
             ]
         )
+
+
+def _trained_on(memory: dict[str, Tensor]) -> Tensor | None:
+    """The inputs truly used, as a defense noted them, be it alone or the first of a chain."""
+    return memory.get("trained_on", memory.get("0/trained_on"))
 
 
 def _finite(value: float) -> float | None:

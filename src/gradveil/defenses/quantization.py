@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, Perturbation
+from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public
 from gradveil.randomness import Draws
 from gradveil.update import Grid, Update
 
@@ -74,6 +74,7 @@ class Quantization(Perturbation):
         *,
         generator: torch.Generator | None = None,
         memory: Memory | None = None,
+        public: Public | None = None,
     ) -> Update:
         """The rounded gradients, with their grids in `meta`."""
         update = super().perturb(gradients, generator=generator, memory=memory)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil import checks, wire
+from gradveil.accounting import PrivacySpent
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
 from gradveil.errors import InputError, NotFiniteError, ParameterError
@@ -84,6 +85,7 @@ class TrainingResult:
         download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
         history: (round, accuracy) at each evaluation.
         diverged: the round in which gradients or weights stopped being finite and the training ended; else None.
+        privacy: the (epsilon, delta) of the client that spent most; None: the defense carries no such guarantee.
 
     Example:
         >>> TrainingResult.__dataclass_fields__["accuracy"].type
@@ -98,6 +100,7 @@ class TrainingResult:
     download_bytes: float
     history: list[tuple[int, float]]
     diverged: int | None = None
+    privacy: PrivacySpent | None = None
 
 
 def train(
@@ -142,6 +145,7 @@ def train(
     seconds, history = [], []
     uploads: list[float] = []
     downloads: list[float] = []
+    rounds_of: Counter[int] = Counter()
     diverged = None
 
     for number in range(training.rounds):
@@ -171,6 +175,7 @@ def train(
         except NotFiniteError:
             diverged = number
             break
+        rounds_of.update(list(batches))  # a mapping would be read as counts
         weights = [update.meta.samples for update in updates]
         aggregate = defense.aggregate(updates, weights=weights, memory=server_memory, public=announced)
         for name, value in aggregate.items():
@@ -198,7 +203,33 @@ def train(
     trained = task.with_parameters(parameters, buffers)
     accuracy, loss = evaluate(trained, dataset.test)
     history.append((len(seconds), accuracy))
-    return TrainingResult(trained, accuracy, loss, _mean(seconds), _mean(uploads), _mean(downloads), history, diverged)
+    return TrainingResult(
+        trained,
+        accuracy,
+        loss,
+        _mean(seconds),
+        _mean(uploads),
+        _mean(downloads),
+        history,
+        diverged,
+        _privacy_spent(defense, training, [len(share) for share in shares], rounds_of),
+    )
+
+
+def _privacy_spent(
+    defense: Defense, training: Training, examples: Sequence[int], rounds_of: Counter[int]
+) -> PrivacySpent | None:
+    """What the client spent that spent most; which clients were drawn is the server's knowledge and no protection."""
+    spent = [
+        defense.privacy_spent(
+            rounds=rounds,
+            batch_size=min(training.batch_size, examples[client]),
+            examples=examples[client],
+            local=training.local,
+        )
+        for client, rounds in rounds_of.items()
+    ]
+    return max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
 
 
 def _announcement(

@@ -53,6 +53,8 @@ class Utility:
     download_bytes: float | None
     history: tuple[float, ...]
     diverged: bool
+    privacy: str | None
+    epsilon: float | None
 
 
 @dataclass(frozen=True)
@@ -264,6 +266,8 @@ def _utility(fields: _Fields) -> Utility:
         download_bytes=fields.optional_number("download_bytes"),
         history=fields.numbers("history"),
         diverged=fields.values.get("diverged") is not None,
+        privacy=fields.optional_text("privacy"),
+        epsilon=fields.optional_number("epsilon"),
     )
 
 

@@ -106,6 +106,7 @@ def utility_table(audit: Audit) -> Table:
     """A row for each defense whose training was measured, compared with the undefended run."""
     measured = [audit.utility[defense] for defense in audit.defenses if defense in audit.utility]
     with_history = any(len(row.history) > 1 for row in measured)
+    with_privacy = any(row.privacy for row in measured)
     columns = [
         Column("Defense", "What every client did to its updates during training.", numeric=False),
         Column("Accuracy", "Test accuracy of the model trained under the defense."),
@@ -114,14 +115,15 @@ def utility_table(audit: Audit) -> Table:
         Column("Round time", "Time of one round of training, and against the undefended run."),
         Column("Upload", "Bytes one client sends in a round, and against the undefended run."),
         Column("Download", "Bytes one client receives in a round, and against the undefended run."),
+        *([Column("Guarantee", "Differential privacy of one training image, where there is a proof.")] * with_privacy),
         *([Column("Training", "Accuracy over the rounds, from 0 to 100 %.")] if with_history else []),
     ]
     base = audit.utility.get(UNDEFENDED)
-    rows = [tuple(_utility_cells(row, base, with_history)) for row in measured]
+    rows = [tuple(_utility_cells(row, base, with_privacy, with_history)) for row in measured]
     return Table(tuple(columns), tuple(rows))
 
 
-def _utility_cells(row: Utility, base: Utility | None, with_history: bool) -> Iterator[Cell]:
+def _utility_cells(row: Utility, base: Utility | None, with_privacy: bool, with_history: bool) -> Iterator[Cell]:
     yield Cell(row.defense, row.defense)
     yield _share(row.accuracy)
     yield _share(row.pmm)
@@ -129,6 +131,8 @@ def _utility_cells(row: Utility, base: Utility | None, with_history: bool) -> It
     yield _seconds(row.round_seconds, base.round_seconds if base else None)
     yield _size(row.upload_bytes, base.upload_bytes if base else None)
     yield _size(row.download_bytes, base.download_bytes if base else None)
+    if with_privacy:
+        yield Cell(row.privacy or "none", row.epsilon)
     if with_history:
         yield Cell("" if len(row.history) > 1 else MISSING, row.accuracy, history=row.history)
 
