@@ -129,6 +129,21 @@ def test_train_prints_a_table_or_json(gradveil_command):
     assert json.loads(out)["defense"] == "top-k:keep=0.1+error-feedback"
 
 
+def test_train_says_what_privacy_was_spent_and_only_where_there_is_a_proof(gradveil_command):
+    pytest.importorskip("dp_accounting")
+    words = "train --model mlp --rounds 2 --clients 4 --batch-size 8 --defense".split()
+    code, out, _ = gradveil_command(*words, "dp-sgd:clip=1,noise_multiplier=2")
+    assert code == 0
+    assert "differential privacy: epsilon " in out
+    assert "one example replaced by another; fixed-size batches" in out
+    code, out, _ = gradveil_command(*words, "dp-sgd:clip=1,noise_multiplier=2", "--json")
+    assert json.loads(out)["epsilon"] > 0
+    code, out, _ = gradveil_command(*words, "gaussian-noise:std=1")
+    assert "epsilon" not in out
+    code, out, _ = gradveil_command(*words, "gaussian-noise:std=1", "--json")
+    assert json.loads(out)["epsilon"] is None
+
+
 def test_list_has_a_line_for_everything(gradveil_command):
     code, out, _ = gradveil_command("list", "--json")
     assert code == 0

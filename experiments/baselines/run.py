@@ -43,14 +43,18 @@ class Bench:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.dataset: Dataset = data.load(CONFIG["dataset"])
-        self.shape, classes = self.dataset.train.input_shape, len(self.dataset.classes)
-        name, parameters = parse_spec(CONFIG["model"])
-        model = models.create(name, input_shape=self.shape, classes=classes, seed=SEED, **parameters)
-        self.task = gradveil.Task(model, input_shape=self.shape, classes=classes)
+        self.shape = self.dataset.train.input_shape
+        self.classes = len(self.dataset.classes)
+        self.task = self.build(CONFIG["model"])
         weights = data.find("lpips-alex")
         self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
         public, _ = split_public(self.dataset.train, SEED)
         self.public = as_batch(self.task, self.dataset.train.batch(public))
+
+    def build(self, spec: str, **normalisation: list[float]) -> gradveil.Task:
+        name, parameters = parse_spec(spec)
+        model = models.create(name, input_shape=self.shape, classes=self.classes, seed=SEED, **parameters)
+        return gradveil.Task(model, input_shape=self.shape, classes=self.classes, **normalisation)
 
     def victims(self, count: int) -> tuple[Tensor, Tensor]:
         order = torch.randperm(len(self.dataset.test), generator=derived_generator(SEED, "victims"))
@@ -76,7 +80,7 @@ class Bench:
     def blind_guess(self) -> Row:
         images, labels = self.victims(CONFIG["victims"])
         public = self.dataset.train
-        guess = metrics.blind_guess(public.images, public.labels, labels, classes=len(self.dataset.classes))
+        guess = metrics.blind_guess(public.images, public.labels, labels, classes=self.classes)
         return self.score(images[:, None], guess[:, None], labels[:, None], labels[:, None])
 
     def search(self) -> Row:
@@ -142,7 +146,9 @@ class Bench:
 
     def train(self, defense_spec: str) -> Row:
         defense = gradveil.defense(defense_spec)
-        result = train(self.task, self.dataset, defense, Training(**CONFIG["training"], evaluate_every=100, seed=SEED))
+        settings = CONFIG["trained_model"]
+        task = self.build(settings["model"], mean=3 * [settings["mean"]], std=3 * [settings["std"]])
+        result = train(task, self.dataset, defense, Training(**CONFIG["training"], evaluate_every=100, seed=SEED))
         return {
             "defense": str(defense),
             "accuracy": round(result.accuracy, 4),

@@ -228,3 +228,54 @@ def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, gradveil.Update({**update, "3.bias": torch.full((4,), torch.nan)}), threat)
     with pytest.raises(InputError, match="expected at least one update, got none"):
         attack.reconstruct(tiny_task, [], threat)
+
+
+@pytest.mark.parametrize("name", gradveil.attacks())
+def test_a_muted_layer_does_not_matter(name, tiny_task, tiny_batch):
+    """What stands in a layer that is left out changes nothing; what stands in another one does."""
+    update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
+    other = gradveil.Update({**update, "3.weight": torch.ones_like(update["3.weight"])}, update.meta)
+    threat = gradveil.ThreatModel()
+
+    def found(attack, shared):
+        generator = torch.Generator().manual_seed(0)
+        return attack.reconstruct(tiny_task, shared, threat, generator=generator, execution="loop").inputs
+
+    muted = gradveil.attack(name, **QUICK[name], mute="3.weight")
+    assert torch.equal(found(muted, update), found(muted, other))
+    listening = gradveil.attack(name, **QUICK[name])
+    assert not torch.equal(found(listening, update), found(listening, other))
+    both = gradveil.attack(name, **QUICK[name], mute="3.weight|3.bias")
+    assert torch.equal(found(both, update), found(gradveil.attack(name, **QUICK[name], mute="3"), update))
+
+
+def test_muting_beats_soteria(mnist_victims):
+    """Soteria spoils one layer; who leaves it out sees the image."""
+    task, images, labels = mnist_victims
+    scores = {}
+    for defense, mute in (("none", "none"), ("soteria", "none"), ("soteria", "classifier.weight")):
+        attack = gradveil.attack("idlg", iterations=120, mute=mute)
+        _, psnr = attack_each(attack, task, images[:2], labels[:2], defense=defense)
+        scores[defense, mute] = float(psnr.median())
+    assert scores["soteria", "none"] < 12
+    assert scores["soteria", "classifier.weight"] > scores["soteria", "none"] + 6
+
+
+def test_layers_to_mute_must_exist(tiny_task, tiny_batch):
+    update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
+    with pytest.raises(ParameterError, match="idlg: mute names no layer of the model: '3.weigth'; did you mean"):
+        gradveil.attack("idlg", mute="3.weigth").reconstruct(tiny_task, update, gradveil.ThreatModel())
+    with pytest.raises(ParameterError, match="mute=0|3 leaves no layer to match"):
+        gradveil.attack("idlg", mute="0|3").reconstruct(tiny_task, update, gradveil.ThreatModel())
+
+
+def test_a_sum_of_clients_is_attacked_as_the_batch_it_is(tiny_task, tiny_batch):
+    defense, plain = gradveil.defense("secure-aggregation"), gradveil.defense("none")
+    shares = [defense.share(tiny_task, tiny_batch[0][i : i + 1], tiny_batch[1][i : i + 1]) for i in range(3)]
+    known = {"labels": "known", "known_labels": tiny_batch[1][None], "batch_size": 3}
+    attack, results = gradveil.attack("idlg", iterations=5), []
+    for update in (defense.visible(shares)[0], plain.share(tiny_task, *tiny_batch)):
+        generator = torch.Generator().manual_seed(0)
+        threat = gradveil.ThreatModel(**known)
+        results.append(attack.reconstruct(tiny_task, update, threat, generator=generator, execution="loop").inputs)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)

@@ -258,6 +258,20 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
     assert [row["defense"] for row in rows(tmp_path / "out", "utility.jsonl")] == ["none", "whole-way"]
 
 
+def test_what_a_client_truly_trained_on_is_scored_too(data_file, tmp_path):
+    defenses = ("ats:policy=invert", "ats:policy=flip+top-k:keep=0.9", "dp-sgd:noise_multiplier=2")
+    run(config_for(data_file, defenses=defenses, attacks=("idlg:iterations=60",), victims=1), tmp_path / "out")
+    by_defense = {row["defense_spec"]: row for row in rows(tmp_path / "out")}
+    assert by_defense["none"]["trained_on"] is None
+    inverted = by_defense[next(spec for spec in by_defense if spec and "invert" in spec)]
+    assert inverted["trained_on"]["psnr"] > inverted["psnr"] + 10  # the attack finds what was shared, not the original
+    assert by_defense[next(spec for spec in by_defense if spec and "flip" in spec)]["trained_on"]["mse"] >= 0
+    utility = {row["defense"]: row for row in rows(tmp_path / "out", "utility.jsonl")}
+    assert utility["dp-sgd"]["epsilon"] > 0
+    assert "fixed-size batches" in utility["dp-sgd"]["privacy"]
+    assert utility["none"]["epsilon"] is None
+
+
 def test_more_victims_than_images_are_refused(data_file, tmp_path):
     with pytest.raises(ParameterError, match="61 victims of 1 images need 61 test images, .* has 60"):
         run(config_for(data_file, victims=61), tmp_path / "out")

@@ -5,10 +5,11 @@ import torch
 
 import gradveil
 from gradveil import models, wire
-from gradveil.data import Split
+from gradveil.data import Split, partition
 from gradveil.errors import ParameterError
 from gradveil.federation import Training, train
-from gradveil.federation.local import evaluate, performance_maintenance
+from gradveil.federation.local import evaluate, performance_maintenance, split_public
+from gradveil.randomness import derived_generator
 
 QUICK = Training(rounds=6, clients=4, batch_size=16, lr=0.05, evaluate_every=2, seed=3)
 
@@ -130,3 +131,22 @@ def test_no_ratio_from_a_model_near_chance():
     assert performance_maintenance(0.4, 0.8, ten_classes) == pytest.approx(0.5)
     lopsided = Split(torch.zeros(100, 1, 1, 1, dtype=torch.uint8), (torch.arange(100) < 80).long())
     assert performance_maintenance(0.8, 0.84, lopsided) is None  # always saying 1 would be right in 80 %
+
+
+def test_the_privacy_spent_is_that_of_the_client_that_spent_most(two_blobs):
+    pytest.importorskip("dp_accounting")
+    defense = gradveil.defense("dp-sgd", noise_multiplier=3.0)
+    training = Training(rounds=4, clients=4, clients_per_round=2, batch_size=16, scheme="dirichlet", seed=3)
+    spent = train(task_for(two_blobs), two_blobs, defense, training).privacy
+    chosen = [torch.randperm(4, generator=derived_generator(3, "clients", number))[:2].tolist() for number in range(4)]
+    private = split_public(two_blobs.train, 3)[1]
+    shares = partition(two_blobs.train.labels[private], clients=4, scheme="dirichlet", alpha=0.5, seed=3)
+    expected = max(
+        defense.privacy_spent(
+            rounds=sum(client in drawn for drawn in chosen), batch_size=min(16, len(share)), examples=len(share)
+        ).epsilon
+        for client, share in enumerate(shares)
+    )
+    assert spent is not None
+    assert spent.epsilon == expected > 0
+    assert train(task_for(two_blobs), two_blobs, gradveil.defense("gaussian-noise"), QUICK).privacy is None

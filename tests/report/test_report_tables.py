@@ -93,6 +93,14 @@ def test_a_training_that_diverged_is_called_so(make_audit):
     assert (cell.text, cell.value) == ("diverged", None)
 
 
+def test_a_guarantee_is_shown_where_there_is_one(make_audit):
+    made = make_audit()
+    assert "Guarantee" not in [entry.title for entry in utility_table(read(made.write())).columns]
+    made.utility[1] |= {"privacy": "epsilon 2 at delta 1e-05", "epsilon": 2.0}
+    cells = column(utility_table(read(made.write())), "Guarantee")
+    assert [(cell.text, cell.value) for cell in cells[:2]] == [("none", None), ("epsilon 2 at delta 1e-05", 2.0)]
+
+
 def test_history_is_optional(make_audit):
     made = make_audit()
     for row in made.utility:

@@ -119,6 +119,7 @@ class ATS(Defense):
         local: LocalSteps | None = None,
     ) -> Update:
         """The update of the transformed images."""
+        task.check(inputs, labels)
         generator = generator or fresh_generator(inputs.device)
         used = self.transformed(inputs, generator)
         if memory is not None:

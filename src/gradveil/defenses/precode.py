@@ -117,7 +117,7 @@ class VariationalTask(Task):
         """`task` with a bottleneck of `width` values; the given task's model is not touched."""
         if task.classifier is None:
             raise InputError("precode: the model has no linear classifier to put a bottleneck before")
-        model = copy.deepcopy(task._model)
+        model = copy.deepcopy(task._model).to(task.device, task.dtype)
         with torch.no_grad():
             values = {**task.parameters, **task.buffers}
             for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public
 from gradveil.randomness import Draws
-from gradveil.update import Grid, Update
+from gradveil.update import MAX_BITS, Grid, Update
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -46,7 +46,7 @@ class Quantization(Perturbation):
     rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        self.bits = checks.integer(self.name, "bits", self.bits, low=1, high=28)
+        self.bits = checks.integer(self.name, "bits", self.bits, low=1, high=MAX_BITS)
         checks.choice(self.name, "rounding", self.rounding, ROUNDINGS)
 
     def grid(self, values: Tensor) -> Grid:
