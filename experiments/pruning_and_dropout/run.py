@@ -9,6 +9,7 @@ PSNR. decoys: how well an attacker tells the decoys of Gradient Dropout from val
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -51,15 +52,15 @@ def task_of(dataset: data.Dataset, spec: str, **normalisation: list[float]) -> g
     return gradveil.Task(model, input_shape=shape, classes=len(dataset.classes), **normalisation)
 
 
-def trained(defense: gradveil.Defense) -> dict[str, Any]:
+def trained(defense: gradveil.Defense, rate: float) -> dict[str, Any]:
     settings = dict(CONFIG["training"])
     dataset = data.load(settings.pop("dataset"))
     mean, std = ([settings.pop(key)] * dataset.train.input_shape[0] for key in ("mean", "std"))
     task = task_of(dataset, settings.pop("model"), mean=mean, std=std)
-    result = train(task, dataset, defense, Training(**settings, seed=SEED))
+    result = train(task, dataset, defense, Training(**settings, lr=rate, seed=SEED))
     return {
         "accuracy": result.accuracy,
-        "loss": result.loss,
+        "loss": result.loss if math.isfinite(result.loss) else None,
         "diverged": result.diverged,
         "history": result.history,
         "upload_bytes": result.upload_bytes,
@@ -127,21 +128,26 @@ def decoys(spec: str, model: str) -> dict[str, Any]:
 
 def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     if "training" in parts:
-        for spec in CONFIG["defenses"]:
-            yield f"training small-cnn, {spec}", lambda spec=spec: trained(gradveil.defense(spec))
+        for rate, specs in CONFIG["rates"].items():
+            for spec in specs:
+                yield (
+                    f"training at {rate}, {spec}",
+                    lambda spec=spec, rate=rate: trained(gradveil.defense(spec), float(rate)),
+                )
     if "attacks" in parts:
         for spec in CONFIG["attacks"]["defenses"]:
             for attack in CONFIG["attacks"]["attacks"]:
                 yield f"attack {attack} on {spec}", lambda spec=spec, attack=attack: attacked(spec, attack)
     if "decoys" in parts:
-        for spec in (d for d in CONFIG["defenses"] if d.startswith("gradient-dropout")):
+        for spec in CONFIG["dropouts"]:
             for model in ("lenet:init=uniform", "lenet", "mnist-cnn"):
                 yield f"decoys of {spec} on {model}", lambda spec=spec, model=model: decoys(spec, model)
     if "liars" in parts:
-        for count in CONFIG["liars"]:
+        rate = CONFIG["liars"]["rate"]
+        for count in CONFIG["liars"]["of_ten"]:
             yield (
-                f"training small-cnn, aligned-dual-pruning+error-feedback with {count} of 10 lying",
-                lambda count=count: trained(gradveil.ErrorFeedback(LyingPublisher(count))),
+                f"training at {rate}, aligned-dual-pruning+error-feedback, {count} of 10 lying",
+                lambda count=count: trained(gradveil.ErrorFeedback(LyingPublisher(count)), rate),
             )
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
+from gradveil.clipping import clipped_sum
 from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
@@ -99,11 +100,3 @@ class DPSGD(Defense):
             sampling="fixed",
             passes=1 if local is None else local.epochs,
         )
-
-
-def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float) -> Gradients:
-    """The sum over the examples of their gradients, each scaled down to norm `clip` if it is longer."""
-    gradients = task.per_example_gradients(inputs, labels)
-    squares = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0)
-    scale = (clip / squares.sqrt().clamp_min(torch.finfo(squares.dtype).tiny)).clamp_max(1)
-    return {name: torch.tensordot(scale, value, dims=1) for name, value in gradients.items()}

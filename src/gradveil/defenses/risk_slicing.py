@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
+from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, check_gradients, meta_of
 from gradveil.defenses.selection import share_of
@@ -186,14 +187,7 @@ class RiskSlicing(Defense):
     def _clipped(self, task: Task, inputs: Tensor, labels: Tensor) -> Gradients:
         """The mean of the examples' gradients, each scaled down to norm `clip`."""
         assert self.clip is not None
-        total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
-        together = max(1, (1 << 27) // task.size)  # half a gigabyte of gradients in single precision
-        for part in torch.split(torch.arange(len(inputs)), together):
-            each = task.per_example_gradients(inputs[part], labels[part])
-            norms = torch.stack([value.flatten(1).square().sum(1) for value in each.values()]).sum(0).sqrt()
-            scale = (self.clip / norms.clamp_min(self.clip)).to(inputs.dtype)
-            for name, value in each.items():
-                total[name] += torch.einsum("n,n...->...", scale, value)
+        total = clipped_sum(task, inputs, labels, self.clip)
         return {name: value / len(inputs) for name, value in total.items()}
 
 
