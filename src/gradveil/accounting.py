@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gradveil import checks
-from gradveil.errors import ParameterError
 
 SAMPLINGS = ("fixed", "poisson")
 RELATIONS = {"fixed": "one example replaced by another", "poisson": "one example added or removed"}
@@ -82,13 +81,10 @@ def privacy_spent(
         return PrivacySpent(0.0, delta, sampling)
     if noise_multiplier == 0:
         return PrivacySpent(math.inf, delta, sampling)
-    try:
-        import dp_accounting
-        from dp_accounting import pld, rdp
-    except ImportError as error:
-        raise ParameterError(
-            "dp-sgd: epsilon needs the library dp-accounting; install it with: pip install 'gradveil[dp]'"
-        ) from error
+    # Imported here: it takes a second, and only dp-sgd needs it.
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
     relation = dp_accounting.NeighboringRelation
     effective = noise_multiplier / passes**0.5
     accountant: dp_accounting.PrivacyAccountant

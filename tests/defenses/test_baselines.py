@@ -13,8 +13,8 @@ from torch import nn
 
 import gradveil
 from gradveil import models, transforms
-from gradveil.defenses.ats import accuracy_score, privacy_score, random_policies
 from gradveil.clipping import clipped_sum
+from gradveil.defenses.ats import accuracy_score, privacy_score, random_policies
 from gradveil.defenses.outpost import layer_risk
 from gradveil.defenses.precode import divergence
 from gradveil.defenses.soteria import estimated_slopes, exact_slopes
