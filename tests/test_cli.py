@@ -180,13 +180,18 @@ def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "COLUMNS": "40"},
+        # A test run in the background of a shell ignores Ctrl-C, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     deadline = time.monotonic() + 120
     results = folder / "results.jsonl"
     while not (results.exists() and results.read_bytes().count(b"\n") >= 6) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    try:
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130
     assert f"gradveil audit --resume --out '{folder}'" in err
     assert "Traceback" not in err

@@ -244,7 +244,7 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
             self.images = len(public[0])
             return task
 
-        def announce(self, task, inputs, labels, *, generator=None, memory=None):
+        def announce(self, task, inputs, labels, *, generator=None, memory=None, local=None):
             return {"images": torch.tensor(self.images)}
 
         def share(self, task, inputs, labels, *, generator=None, memory=None, public=None, local=None):

@@ -190,8 +190,8 @@ def train(
         known = defense.locations(announced)
         uploads += [len(wire.encode(update, locations=known)) for update in updates]
         downloads.append(len(wire.encode(aggregate, locations=known)))
-        if announced is not None:  # one client sends it up, all others have to fetch it
-            announcement = len(wire.encode_locations(announced))
+        if known is not None:  # one client sends it up, all others have to fetch it
+            announcement = len(wire.encode_locations(known))
             uploads[-1] += announcement
             downloads[-1] += announcement * (len(updates) - 1) / len(updates)
         done = number + 1
