@@ -19,6 +19,7 @@ VALUES, ROUNDS, PATIENCE = 2000, 400, 50
 LINES = {
     "without error feedback": "dual-pruning",
     "error feedback as published": "dual-pruning+error-feedback",
+    "error feedback, decay=0.9": "dual-pruning+error-feedback:decay=0.9",
     "error feedback, clip=0.75": "dual-pruning+error-feedback:clip=0.75",
 }
 

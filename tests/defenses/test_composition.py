@@ -46,8 +46,10 @@ def test_error_feedback_needs_a_memory_and_a_gradient_only_defense():
         gradveil.ErrorFeedback(NeedsData())
     with pytest.raises(ParameterError, match="error-feedback: clip must be a number above 0, got 0"):
         gradveil.defense("top-k+error-feedback:clip=0")
-    with pytest.raises(UnknownNameError, match="error-feedback: unknown parameter 'decay'; it takes: clip"):
-        gradveil.defense("top-k+error-feedback:decay=0.9")
+    with pytest.raises(ParameterError, match="error-feedback: decay must be a number above 0 and at most 1, got 2"):
+        gradveil.defense("top-k+error-feedback:decay=2")
+    with pytest.raises(UnknownNameError, match="error-feedback: unknown parameter 'limit'; it takes: decay, clip"):
+        gradveil.defense("top-k+error-feedback:limit=0.9")
 
 
 def test_error_feedback_leaves_the_server_side_to_the_inner_defense():

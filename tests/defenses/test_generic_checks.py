@@ -215,7 +215,7 @@ DATA_CASES = [
 WRAPPED = [
     "quantization:bits=3,rounding=stochastic",
     "dual-pruning:k1=0.1,k2=0.5+error-feedback",
-    "dual-pruning:k1=0.1,k2=0.5+error-feedback:clip=0.75",
+    "dual-pruning:k1=0.1,k2=0.5+error-feedback:decay=0.9,clip=0.75",
     "aligned-dual-pruning:k1=0.1,keep=0.3+error-feedback",
     "gradient-dropout:keep=0.5,std=1.0,scale=layer",
     "top-k:keep=0.3+gaussian-noise:std=0.1",

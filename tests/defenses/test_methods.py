@@ -120,6 +120,15 @@ def test_plain_error_feedback_starves_the_largest_coordinates_and_clipping_frees
     assert better > cosine + 0.1
 
 
+def test_decay_bounds_the_residual_and_frees_some():
+    never, energy, _ = starvation("dual-pruning+error-feedback", noise=2)
+    fewer, bounded, _ = starvation("dual-pruning+error-feedback:decay=0.9", noise=2)
+    assert fewer < 0.6 * never
+    assert bounded < 0.01 * energy
+    # A coordinate that is never sent holds at most decay / (1 - decay) gradients.
+    assert starvation("dual-pruning+error-feedback:decay=0.9", noise=0)[1] < 0.9**2 / (1 - 0.9) ** 2
+
+
 def test_on_a_gradient_that_stays_the_same_clipping_bounds_the_residual_but_frees_nothing():
     """The largest values of such a gradient are in the top by themselves: no remedy on the residual can send them."""
     never, energy, _ = starvation("dual-pruning+error-feedback", noise=0)

@@ -34,9 +34,9 @@ def create(spec: str, /, **parameters: Any) -> Defense:
         if name == "error-feedback":
             if not parts:
                 raise ParameterError("error-feedback wraps a defense: write NAME+error-feedback")
-            unknown = sorted(set(given) - {"clip"})
+            unknown = sorted(set(given) - {"decay", "clip"})
             if unknown:
-                raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: clip")
+                raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: decay, clip")
             parts = [ErrorFeedback(_join(parts), **given)]
         else:
             parts.append(DEFENSES.create(name, **given, **parameters))

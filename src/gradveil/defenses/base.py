@@ -255,13 +255,15 @@ class ErrorFeedback(Defense):
     additive noise the noise cancels over the rounds. It restores utility, not privacy.
 
     Around dual pruning the plain form starves the largest coordinates: they are held back, so their residual grows,
-    so they stay the largest. `clip` is the remedy: in each layer and round, residuals are cut to `clip` times the
-    largest magnitude sent, so that a coordinate that was held back at the top comes back into the band. What is
-    cut off is lost, and sent + residual no longer add up to the gradients.
+    so they stay the largest. Two remedies bound the residual: `decay` forgets a share of it every round, `clip` cuts
+    it, in each layer and round, to a multiple of the largest magnitude sent, so that what was held back at the top
+    comes back into the band. Either way something is lost: sent + residual no longer add up to the gradients, and
+    training may suffer more from that than from the starvation (docs/pruning-and-dropout.md has the figures).
 
     Args:
         inner: a gradient-only defense.
-        clip: None: the residual as published; else its limit, in units of the layer's largest sent magnitude.
+        decay: share of the residual that is kept; 1: all of it, as published.
+        clip: largest residual, in units of the layer's largest sent magnitude; None: no limit, as published.
 
     Example:
         >>> import gradveil
@@ -276,12 +278,13 @@ class ErrorFeedback(Defense):
     paper = "Karimireddy et al., ICML 2019"
     gradient_only = True
 
-    def __init__(self, inner: Defense, clip: float | None = None) -> None:
+    def __init__(self, inner: Defense, decay: float = 1.0, clip: float | None = None) -> None:
         if not inner.gradient_only:
             raise ParameterError(
                 f"error-feedback: the inner defense must need only gradients, got {inner.name}, which needs data"
             )
         self.inner = inner
+        self.decay = checks.number("error-feedback", "decay", decay, above=0, high=1)
         self.clip = None if clip is None else checks.number("error-feedback", "clip", clip, above=0)
         self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
 
@@ -328,6 +331,8 @@ class ErrorFeedback(Defense):
         sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"), public=public)
         for name, value in wanted.items():
             residual = (value - sent[name]).detach()
+            if self.decay < 1:
+                residual *= self.decay
             if self.clip is not None and value.numel():
                 limit = self.clip * sent[name].abs().max()
                 residual = residual.clamp(-limit, limit)
@@ -361,11 +366,12 @@ class ErrorFeedback(Defense):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The inner defense's parameters, and the clip where there is one."""
+        """The inner defense's parameters, and what differs from the published form."""
         return {**self.inner.parameters, **{f"error_feedback_{name}": value for name, value in self._own().items()}}
 
     def _own(self) -> dict[str, Any]:
-        return {} if self.clip is None else {"clip": self.clip}
+        own = {"decay": None if self.decay == 1 else self.decay, "clip": self.clip}
+        return {name: value for name, value in own.items() if value is not None}
 
     def __str__(self) -> str:
         return f"{self.inner}+{format_spec('error-feedback', self._own())}"
@@ -375,7 +381,7 @@ class ErrorFeedback(Defense):
         return f"gradveil.ErrorFeedback({self.inner!r}{own})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, ErrorFeedback) and (self.inner, self.clip) == (other.inner, other.clip)
+        return isinstance(other, ErrorFeedback) and (self.inner, self._own()) == (other.inner, other._own())
 
     __hash__ = None  # type: ignore[assignment]
 
