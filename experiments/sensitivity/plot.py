@@ -9,6 +9,7 @@ matplotlib.use("agg")
 from matplotlib import pyplot as plt
 
 HERE = Path(__file__).parent
+KINDS = ("tradeoff", "bound", "risk", "compensation", "slicing")
 FAMILIES = {
     "top-k": "o",
     "optimal-pruning": "s",
@@ -30,12 +31,14 @@ def table(rows: list[dict], columns: dict[str, str]) -> None:
 
 def main() -> None:
     rows = [json.loads(line) for line in (HERE / "results.jsonl").read_text().splitlines()]
-    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in ("tradeoff", "bound", "risk", "slicing")}
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in KINDS}
     print("mnist-cnn, IG on 4 batches of 16, 200 rounds of 4 clients x 16")
     columns = {"defense": "", "mse": "MSE", "psnr": "PSNR", "u1": "U1", "u2": "U2", "data_information": "tr J_F"}
     table(kinds["tradeoff"], columns | {"train_loss": "training loss", "test_accuracy": "accuracy"})
     table(kinds["bound"], {"std": "std", "bound_mse": "bound", "mean_mse": "measured"})
     table(kinds["risk"], {"same_ranking": "same ranking", "largest_relative_error": "largest error", "ranking": ""})
+    compensated = {"distance": "distance", "cosine": "cosine", "paper": "with the paper's variance"}
+    table(kinds["compensation"], {"energy_left": "noise energy left"} | compensated)
     attacks = [key for key in (kinds["slicing"] or [{}])[0] if key.startswith(("idlg", "inverting"))]
     table(kinds["slicing"], {"accuracy": "accuracy", "round_seconds": "s a round"} | {key: key for key in attacks})
 

@@ -4,7 +4,8 @@
 
 Kinds: tradeoff (the optimal defenses against magnitude pruning and uniform noise on mnist-cnn), bound (attacks on
 smoothed victims against the reconstruction bound), risk (layer ranking against the brute-force Jacobian), slicing
-(risk slicing in a federation of 100 clients). Results are appended to results.jsonl, one line a case; nothing there is
+(risk slicing in a federation of 100 clients), compensation (of real aggregates: distance and cosine to the clean one).
+Results are appended to results.jsonl, one line a case; nothing there is
 ever edited. `plot.py` draws them.
 """
 
@@ -19,11 +20,12 @@ from torch import Tensor
 
 import gradveil
 from gradveil import data, metrics, models, theory
-from gradveil.data import Dataset, Split
+from gradveil.data import Dataset, Split, partition
 from gradveil.defenses.risk_slicing import layer_risks
 from gradveil.federation import Training, train
 from gradveil.federation.local import as_batch, evaluate, split_public
 from gradveil.randomness import derived_generator
+from gradveil.update import weighted_mean
 
 HERE = Path(__file__).parent
 
@@ -253,7 +255,43 @@ def slicing(case: dict, seed: int) -> dict:
     return result
 
 
-KINDS = {"tradeoff": tradeoff, "bound": bound, "risk": risk, "slicing": slicing}
+def compensation(case: dict, seed: int) -> dict:
+    """Ten clients with 20 images of two classes each under risk slicing: what compensation makes of their mean."""
+    dataset = data.load("mnist")
+    task = build(case["model"], dataset, seed, **case.get("parameters", {}))
+    defense = prepared(gradveil.defense("risk-slicing", **case["defense"]), task, dataset, seed)
+    shares = partition(dataset.train.labels, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
+    batches = [dataset.train.batch(share[:20]) for share in shares]
+    clean = [gradveil.defense("none").share(task, *batch) for batch in batches]
+    sent = [defense.perturb(update, generator=derived_generator(seed, n)) for n, update in enumerate(clean)]
+    goal, noisy = flat(weighted_mean(clean)), weighted_mean(sent)
+    variance = defense.aggregate_variance([1.0] * len(sent))
+    noise = {name: noisy[name] - value for name, value in weighted_mean(clean).items()}
+    results = {
+        "before": flat(noisy),
+        "after": flat(gradveil.compensate(noisy, variance)),
+        "paper": flat(gradveil.compensate(noisy, variance * len(sent) ** 2)),
+    }
+    distance = {name: float(f"{(value - goal).norm():.4g}") for name, value in results.items()}
+    cosine = {
+        name: round(float(torch.nn.functional.cosine_similarity(value, goal, dim=0)), 4)
+        for name, value in results.items()
+    }
+    left = flat(gradveil.compensate(noise, variance)).square().sum() / flat(noise).square().sum()
+    return {
+        "clean_norm": float(f"{goal.norm():.4g}"),
+        "energy_left": round(float(left), 4),
+        "distance": {key: distance[key] for key in ("before", "after")},
+        "cosine": {key: cosine[key] for key in ("before", "after")},
+        "paper": {"distance": distance["paper"], "cosine": cosine["paper"]},
+    }
+
+
+def flat(update: dict[str, Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in update.values()]).double()
+
+
+KINDS = {"tradeoff": tradeoff, "bound": bound, "risk": risk, "slicing": slicing, "compensation": compensation}
 
 
 def main() -> None:

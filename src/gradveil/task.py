@@ -356,10 +356,10 @@ class Task:
             generator = generator or fresh_generator(inputs.device)
         parameters = self.parameters
 
-        def responses(directions: Tensor, part: slice) -> Gradients:
+        def responses(drawn: Tensor, part: slice) -> Gradients:
             own_inputs, own_labels = inputs[part], labels[part]
             # The gradient of a batch is the mean of those of its parts, weighted by their sizes.
-            own_directions = directions[:, part] * (len(own_inputs) / len(inputs))
+            own_directions = drawn[:, part] * (len(own_inputs) / len(inputs))
 
             def response(direction: Tensor) -> Gradients:
                 tangent: Gradients = jvp(
