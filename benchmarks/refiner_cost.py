@@ -2,9 +2,9 @@
 
     python benchmarks/refiner_cost.py [--models lenet resnet18]
 
-Batch 32 of 32 x 32 colour images, 10 iterations; with a warm start of every sample 5. Every figure is the best of some
-runs after one that warms up, on one thread, the kinds taking turns; ratios are the result, absolute times on shared
-machines are not.
+Batch 32 of 32 x 32 colour images, 10 iterations; with a warm start of every sample 5. Every figure is processor time on
+one thread, which other programs disturb least, the best of some runs after one that warms up, the kinds taking turns.
+Ratios are the result, absolute times on shared machines are not.
 """
 
 import argparse
@@ -43,9 +43,9 @@ def measure(name: str) -> None:
         for kind, work in kinds.items():
             # The short ones often enough to find a quiet moment.
             for _ in range(1 if kind.startswith("share") else 5):
-                started = time.perf_counter()
+                started = time.process_time()
                 work()
-                best[kind] = min(best[kind], time.perf_counter() - started)
+                best[kind] = min(best[kind], time.process_time() - started)
     for kind, seconds in best.items():
         print(
             f"{name:9} {kind:32} {1000 * seconds:9.1f} ms  {seconds / best['plain gradient']:6.1f} x plain", flush=True

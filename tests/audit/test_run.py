@@ -65,6 +65,7 @@ def test_an_audit_writes_what_the_contract_says(data_file, tmp_path):
         "noise_ratio label_correct leaked loss iterations seconds"
     ).split()
     assert set(contract) <= written[-1].keys()
+    assert all(0 <= row["noise_ratio"] <= 1 for row in written)
     utility = rows(folder, "utility.jsonl")
     assert [row["defense_spec"] for row in utility] == list(config_for(data_file).defenses)
     contract = "accuracy baseline_accuracy pmm loss round_seconds upload_bytes download_bytes".split()
