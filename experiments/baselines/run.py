@@ -21,6 +21,7 @@ from torch import Tensor
 
 import gradveil
 from gradveil import data, metrics, models
+from gradveil.audit.run import choose_execution
 from gradveil.data import Dataset
 from gradveil.federation import Training, train
 from gradveil.federation.local import as_batch, split_public
@@ -46,6 +47,7 @@ class Bench:
         self.shape = self.dataset.train.input_shape
         self.classes = len(self.dataset.classes)
         self.task = self.build(CONFIG["model"])
+        self.tasks = {name: self.build(spec) for name, spec in CONFIG["models"].items()}  # attacks on another network
         weights = data.find("lpips-alex")
         self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
         public, _ = split_public(self.dataset.train, SEED)
@@ -60,8 +62,9 @@ class Bench:
         order = torch.randperm(len(self.dataset.test), generator=derived_generator(SEED, "victims"))
         return self.dataset.test.batch(order[:count])
 
-    def prepared(self, defense: gradveil.Defense) -> gradveil.Task:
-        return defense.prepare(self.task, public=self.public, generator=derived_generator(SEED, "prepare"))
+    def prepared(self, defense: gradveil.Defense, attack: str = "") -> gradveil.Task:
+        task = self.tasks.get(attack, self.task)
+        return defense.prepare(task, public=self.public, generator=derived_generator(SEED, "prepare"))
 
     def score(self, originals: Tensor, found: Tensor, labels: Tensor, guessed: Tensor) -> Row:
         """Per victim; the first axis of every tensor counts victims."""
@@ -89,9 +92,9 @@ class Bench:
         self.prepared(defense)
         return {"policy": "|".join(defense.policies), "seconds": round(time.perf_counter() - started, 1)}
 
-    def attack(self, defense_spec: str, attack_spec: str) -> Row:
+    def attack(self, defense_spec: str, name: str, attack_spec: str) -> Row:
         defense, attack = gradveil.defense(defense_spec), gradveil.attack(attack_spec)
-        task = self.prepared(defense)
+        task = self.prepared(defense, name)
         images, labels = self.victims(CONFIG["victims"])
         memories: list[dict[str, Tensor]] = [{} for _ in images]
         updates = [
@@ -118,6 +121,7 @@ class Bench:
             updates,
             gradveil.ThreatModel(batch_size=images.shape[1]),
             generator=derived_generator(SEED, "attack"),
+            execution=choose_execution(task, images.shape[1]),
         )
         inputs = found.inputs.float()
         return {
@@ -168,13 +172,15 @@ def cases(bench: Bench) -> Iterator[tuple[str, Callable[[], Row]]]:
     if "attacks" in parts:
         yield "blind guess", bench.blind_guess
         yield "ats search", bench.search
+        for name, attack in CONFIG["undefended_only"].items():
+            yield f"{name} against none", partial(bench.attack, "none", name, attack)
         for label, spec in defenses.items():
             for name, attack in attacks.items():
-                yield f"{name} against {label}", partial(bench.attack, with_policy(spec), attack)
+                yield f"{name} against {label}", partial(bench.attack, with_policy(spec), name, attack)
             if label in CONFIG["muted"]:
                 for name in CONFIG["muted_attacks"]:
                     muted = f"{attacks[name]},mute={CONFIG['muted'][label]}"
-                    yield f"{name} muted against {label}", partial(bench.attack, with_policy(spec), muted)
+                    yield f"{name} muted against {label}", partial(bench.attack, with_policy(spec), name, muted)
         secure = CONFIG["secure_aggregation"]
         for clients in secure["clients"]:
             for name in secure["attacks"]:
