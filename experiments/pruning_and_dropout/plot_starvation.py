@@ -47,7 +47,7 @@ def main() -> None:
         starving, energy, cosine = play(spec)
         hungry.plot(range(1, ROUNDS + 1), starving, label=f"{label} (cosine {cosine:.2f})")
         held.semilogy(range(1, ROUNDS + 1), [value or float("nan") for value in energy], label=label)
-    hungry.set(xlabel="round", ylabel=f"coordinates not sent for {PATIENCE} rounds, %", ylim=(-0.2, 8))
+    hungry.set(xlabel="round", ylabel=f"coordinates not sent for {PATIENCE} rounds, %", ylim=(-0.2, 10))
     hungry.axhline(5, linestyle=":", color="grey")
     hungry.text(ROUNDS, 5.1, "k1, the share pruned at the top", ha="right", color="grey")
     hungry.legend(title="and the cosine of all sent to all wanted", loc="upper left")
