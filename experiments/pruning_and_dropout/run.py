@@ -99,13 +99,27 @@ def attacked(spec: str, attack_name: str) -> dict[str, Any]:
     )
     truth = torch.cat([images for images, _ in victims])
     found = result.inputs[:, 0].to(truth).clamp(0, 1)
+    return {"attack": str(attack), "labels": "known", **scores(found, truth)}
+
+
+def guessed() -> dict[str, Any]:
+    """What the public mean image of the class scores: no gradient needed."""
+    dataset = data.load(CONFIG["attacks"]["dataset"])
+    victims = victims_of(dataset)
+    truth, labels = torch.cat([images for images, _ in victims]), torch.cat([labels for _, labels in victims])
+    public = dataset.train
+    found = metrics.blind_guess(public.images, public.labels, labels, classes=len(dataset.classes))
+    return scores(found, truth)
+
+
+def scores(found: Tensor, truth: Tensor) -> dict[str, Any]:
+    """PSNR and SSIM of each victim and their medians."""
+    psnr, ssim = metrics.psnr(found, truth).tolist(), metrics.ssim(found, truth).tolist()
     return {
-        "attack": str(attack),
-        "labels": "known",
-        "psnr": [round(float(value), 3) for value in metrics.psnr(found, truth)],
-        "ssim": [round(float(value), 4) for value in metrics.ssim(found, truth)],
-        "median_psnr": statistics.median(metrics.psnr(found, truth).tolist()),
-        "median_ssim": statistics.median(metrics.ssim(found, truth).tolist()),
+        "psnr": [round(value, 3) for value in psnr],
+        "ssim": [round(value, 4) for value in ssim],
+        "median_psnr": statistics.median(psnr),
+        "median_ssim": statistics.median(ssim),
     }
 
 
@@ -135,6 +149,7 @@ def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]
                     lambda spec=spec, rate=rate: trained(gradveil.defense(spec), float(rate)),
                 )
     if "attacks" in parts:
+        yield "blind guess", guessed
         for spec in CONFIG["attacks"]["defenses"]:
             for attack in CONFIG["attacks"]["attacks"]:
                 yield f"attack {attack} on {spec}", lambda spec=spec, attack=attack: attacked(spec, attack)
