@@ -5,7 +5,7 @@ from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as attack
 from gradveil.attacks.presets import preset
 from gradveil.compensation import compensate
-from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation
+from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation, StepDefense
 from gradveil.defenses import create as defense
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
@@ -20,6 +20,7 @@ __all__ = [
     "LocalSteps",
     "Perturbation",
     "Reconstruction",
+    "StepDefense",
     "Task",
     "ThreatModel",
     "Update",

@@ -14,7 +14,7 @@ from gradveil.accounting import PrivacySpent
 from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
 from gradveil.registry import Method, Registry, format_spec
-from gradveil.task import Task
+from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Meta, Update, compute_update, weighted_mean
 
 DEFENSES: Registry["Defense"] = Registry("defense")
@@ -243,6 +243,46 @@ class Perturbation(Defense):
         """Compute the client's update and perturb it."""
         update = compute_update(task, inputs, labels, local=local, generator=generator)
         return self.perturb(update, generator=generator, memory=memory, public=public)
+
+
+class StepDefense(Defense):
+    """A defense that works on the client's data: it makes the gradient of every step.
+
+    Subclasses write one function, `step`. Under FedAvg it acts in every local step.
+    """
+
+    @abstractmethod
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
+        """The defended gradients of one step.
+
+        Args:
+            task: the model at the weights of this step.
+            inputs: the step's batch.
+            labels: its labels.
+            generator: the client's randomness.
+            memory: the client's own state, if it has one.
+        """
+
+    def share(
+        self,
+        task: Task,
+        inputs: Tensor,
+        labels: Tensor,
+        *,
+        generator: torch.Generator | None = None,
+        memory: Memory | None = None,
+        public: Public | None = None,
+        local: LocalSteps | None = None,
+    ) -> Update:
+        """Compute the client's update from defended steps."""
+        drawn = generator or fresh_generator(task.device)
+
+        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
+            return self.step(stepping, images, targets, generator=drawn, memory=memory)
+
+        return compute_update(task, inputs, labels, local=local, generator=drawn, gradients=step)
 
 
 class ErrorFeedback(Defense):

@@ -8,15 +8,14 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
-from gradveil.randomness import fresh_generator
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("dp-sgd")
 @dataclass(repr=False)
-class DPSGD(Defense):
+class DPSGD(StepDefense):
     r"""Clip the gradient of every example to norm `clip`, sum, add normal noise, divide by the batch size.
 
     .. math:: \tilde g = \frac1B \Big( \sum_{j=1}^B g_j \min(1, clip / |g_j|) + N(0, (noise\_multiplier \cdot clip)^2 I)
@@ -61,30 +60,14 @@ class DPSGD(Defense):
         self.noise_multiplier = checks.number(self.name, "noise_multiplier", self.noise_multiplier, low=0)
         self.delta = checks.number(self.name, "delta", self.delta, above=0, below=1)
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
-        """The noisy mean of clipped gradients, in every step."""
-        generator = generator or fresh_generator(inputs.device)
-
-        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
-            return self._noisy_mean(clipped_sum(stepping, images, targets, self.clip), len(images), generator)
-
-        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
-
-    def _noisy_mean(self, total: Gradients, examples: int, generator: torch.Generator) -> Gradients:
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
+        """The noisy mean of clipped gradients."""
         std = self.noise_multiplier * self.clip
         return {
-            name: (value + std * torch.empty_like(value).normal_(generator=generator)) / examples
-            for name, value in total.items()
+            name: (value + std * torch.empty_like(value).normal_(generator=generator)) / len(inputs)
+            for name, value in clipped_sum(task, inputs, labels, self.clip).items()
         }
 
     def privacy_spent(

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import Batch, Defense, Memory, Public, check_gradients
+from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
+from gradveil.update import LocalSteps, Update
 
 FORMS = ("local", "global")
 SMALLEST_GRADIENT = 1e-6
 """The paper's c: a smaller gradient counts as this large, so that no ratio is infinite."""
 
 
-class SensitivityDriven(Defense):
+class SensitivityDriven(StepDefense):
     """A defense that treats each coordinate by its sensitivity and its gradient.
 
     In the local form both are those of the client's batch at the current weights, or, with ``every=r``, the
@@ -104,7 +104,7 @@ class SensitivityDriven(Defense):
         public: Public | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
-        """Compute the client's update and defend it in every step."""
+        """Compute the client's update from defended steps."""
         if self.form == "global":
             self._check_prepared(task)
         if self.every > 1:
@@ -114,24 +114,25 @@ class SensitivityDriven(Defense):
                     "through all rounds"
                 )
             _start_round(memory, self.every)
-        generator = generator or fresh_generator(task.device)
+        return super().share(task, inputs, labels, generator=generator, memory=memory, public=public, local=local)
 
-        def step(task: Task, inputs: Tensor, labels: Tensor) -> Gradients:
-            gradients = task.gradients(inputs, labels)
-            check_gradients(self.name, gradients)
-            if self.idle:
-                return gradients
-            if self.measured is not None:
-                return self.defend(gradients, *self.measured, generator)
-            sensitivity = None if self.every == 1 else _recall(memory, gradients)
-            if sensitivity is None:
-                sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
-                if self.every > 1:
-                    _remember(memory, sensitivity)
-            weight = {name: value.square() for name, value in gradients.items()}
-            return self.defend(gradients, sensitivity, weight, generator)
-
-        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
+        """Measure the sensitivity, or recall it, and defend."""
+        gradients = task.gradients(inputs, labels)
+        check_gradients(self.name, gradients)
+        if self.idle:
+            return gradients
+        if self.measured is not None:
+            return self.defend(gradients, *self.measured, generator)
+        sensitivity = None if self.every == 1 else _recall(memory, gradients)
+        if sensitivity is None:
+            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
+            if self.every > 1:
+                _remember(memory, sensitivity)
+        weight = {name: value.square() for name, value in gradients.items()}
+        return self.defend(gradients, sensitivity, weight, generator)
 
     def _check_prepared(self, task: Task) -> None:
         if self.measured is None:

@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
+from gradveil.defenses.base import DEFENSES, Batch, Memory, StepDefense
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
 
 
 @DEFENSES.register("precode")
 @dataclass(repr=False)
-class Precode(Defense):
+class Precode(StepDefense):
     r"""Train **another model**: the given one with a variational bottleneck before its classifier.
 
     .. math:: (\mu, \log \sigma^2) = E r, \quad b = \mu + \sigma \epsilon, \quad \epsilon \sim N(0, I), \quad
@@ -66,27 +65,13 @@ class Precode(Defense):
         """The task of the extended model, at the given weights and new ones for the bottleneck."""
         return VariationalTask.extend(task, self.width, self.beta, generator or fresh_generator(task.device))
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
-        """The update of the extended model, with fresh noise in every step."""
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
+        """The gradients of the extended model, with fresh noise."""
         if not isinstance(task, VariationalTask):
             raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
-        generator = generator or fresh_generator(inputs.device)
-
-        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
-            assert isinstance(stepping, VariationalTask)
-            return stepping.with_noise(len(images), generator).gradients(images, targets)
-
-        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+        return task.with_noise(len(inputs), generator).gradients(inputs, labels)
 
 
 class Bottleneck(nn.Module):

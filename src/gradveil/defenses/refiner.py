@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, check_gradients
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense, check_gradients
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
-from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task, differentiate_by_autograd
-from gradveil.update import LocalSteps, Update, compute_update
 
 STEP = 0.01
 """Mean length of a step of the robust data, the root mean square over an image's values."""
@@ -25,7 +23,7 @@ _WARM = "refined/"
 
 @DEFENSES.register("refiner")
 @dataclass(repr=False)
-class Refiner(Defense):
+class Refiner(StepDefense):
     r"""Share the gradient of robust data, which looks like noise and whose gradient is near the client's own.
 
     .. math::
@@ -99,29 +97,24 @@ class Refiner(Defense):
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
         self.decay = checks.number(self.name, "decay", self.decay, above=0, high=1)
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
         """The gradient of robust data, projected to within `epsilon` of the client's own."""
         if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
             raise InputError(
                 f"refiner: the evaluation network sees images of 1 or 3 channels, the inputs have shape "
                 f"{list(task.input_shape)}; use a defense that needs only gradients"
             )
-        drawn = generator or fresh_generator(task.device)
-
-        def robust_gradients(stepping: Task, batch: Tensor, batch_labels: Tensor) -> Gradients:
-            return self._robust_gradients(stepping, batch, batch_labels, drawn, memory)
-
-        return compute_update(task, inputs, labels, local=local, generator=drawn, gradients=robust_gradients)
+        own = task.gradients(inputs, labels)
+        check_gradients(self.name, own)
+        if self.epsilon == 0:
+            return own
+        start, warm = self._start(inputs, labels, generator, memory)
+        robust = self.refine(task, own, labels, start, -(-self.iterations // 2) if warm else self.iterations)
+        if memory is not None:
+            _remember(memory, inputs, labels, robust)
+        return project(own, task.gradients(robust, labels), self.epsilon)
 
     def refine(self, task: Task, own: Gradients, labels: Tensor, start: Tensor, iterations: int) -> Tensor:
         """The robust data for the client's `own` gradient that the search finds from `start`."""
@@ -160,19 +153,6 @@ class Refiner(Defense):
                 leaf.new_zeros(()),
             )
             return torch.autograd.grad(utility - self.balance * network(leaf).mean(), leaf)[0]
-
-    def _robust_gradients(
-        self, task: Task, inputs: Tensor, labels: Tensor, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
-        own = task.gradients(inputs, labels)
-        check_gradients(self.name, own)
-        if self.epsilon == 0:
-            return own
-        start, warm = self._start(inputs, labels, generator, memory)
-        robust = self.refine(task, own, labels, start, -(-self.iterations // 2) if warm else self.iterations)
-        if memory is not None:
-            _remember(memory, inputs, labels, robust)
-        return project(own, task.gradients(robust, labels), self.epsilon)
 
     def _start(
         self, inputs: Tensor, labels: Tensor, generator: torch.Generator, memory: Memory | None

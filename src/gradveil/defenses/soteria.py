@@ -8,12 +8,11 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
 
 MEMORY = 1 << 28
 """Bytes that the units or directions worked on at once may take."""
@@ -21,7 +20,7 @@ MEMORY = 1 << 28
 
 @DEFENSES.register("soteria")
 @dataclass(repr=False)
-class Soteria(Defense):
+class Soteria(StepDefense):
     r"""Zero the columns of the classifier's weight gradient that belong to the most revealing units.
 
     .. math:: score_i = \sum_{images} |\partial r_i / \partial x| \, / \, |r_i|
@@ -67,33 +66,20 @@ class Soteria(Defense):
         self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
         self.directions = checks.integer(self.name, "directions", self.directions, low=0)
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: torch.Generator | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
-        """The update, with columns zeroed in every step."""
+    def step(
+        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
+    ) -> Gradients:
+        """The gradients, with columns zeroed."""
         if task.classifier is None:
             raise InputError(
                 f"{self.name}: the model has no linear classifier whose gradient could be pruned; use another defense"
             )
         weight = task.classifier.weight
-        generator = generator or fresh_generator(inputs.device)
-
-        def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
-            gradients = stepping.gradients(images, targets)
-            scores = self.scores(stepping, images, generator=generator)
-            zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
-            columns = scores.argsort(stable=True)[:zeroed]
-            return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
-
-        return compute_update(task, inputs, labels, local=local, generator=generator, gradients=step)
+        gradients = task.gradients(inputs, labels)
+        scores = self.scores(task, inputs, generator=generator)
+        zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
+        columns = scores.argsort(stable=True)[:zeroed]
+        return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
 
     @torch.no_grad()
     def scores(self, task: Task, inputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
