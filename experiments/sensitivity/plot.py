@@ -1,4 +1,4 @@
-"""Print the results as tables and draw the trade-off: python experiments/sensitivity/plot.py (writes tradeoff.png)."""
+"""Print the results as tables and draw docs/tradeoff.png: python experiments/sensitivity/plot.py."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def main() -> None:
             title=title, xlabel="MSE of IG (further right: better protected)", ylabel="training loss after 200 rounds"
         )
         axis.margins(x=0.25)
-    figure.savefig(HERE / "tradeoff.png", dpi=130)
+    figure.savefig(HERE.parents[1] / "docs" / "tradeoff.png", dpi=130, bbox_inches="tight")
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
 
 Kinds: tradeoff (the optimal defenses against magnitude pruning and uniform noise on mnist-cnn), bound (attacks on
 smoothed victims against the reconstruction bound), risk (layer ranking against the brute-force Jacobian), slicing
-(risk slicing in a federation of 100 clients), compensation (of real aggregates: distance and cosine to the clean one).
-Results are appended to results.jsonl, one line a case; nothing there is
+(risk slicing in a federation of 100 clients), compensation (of real aggregates: distance and cosine to the clean one),
+guess (the class mean, scored like an attack). Results are appended to results.jsonl, one line a case; nothing there is
 ever edited. `plot.py` draws them.
 """
 
@@ -287,11 +287,37 @@ def compensation(case: dict, seed: int) -> dict:
     }
 
 
+def guess(case: dict, seed: int) -> dict:
+    """What the public mean image of the class scores on the victims of the other kinds: no gradient needed."""
+    dataset = data.load("mnist")
+    images, labels = victims_of(dataset.test, case["victims"], case["batch_size"], seed)
+    public = dataset.train
+    scorer = metrics.Scorer()
+    scores = [
+        scorer.score(
+            images[v],
+            metrics.blind_guess(public.images, public.labels, labels[v], classes=len(dataset.classes)),
+            labels[v],
+            labels[v],
+            None,
+        )
+        for v in range(len(labels))
+    ]
+    return {metric: mean([score[metric] for score in scores]) for metric in ("psnr", "ssim", "mse")}
+
+
 def flat(update: dict[str, Tensor]) -> Tensor:
     return torch.cat([value.flatten() for value in update.values()]).double()
 
 
-KINDS = {"tradeoff": tradeoff, "bound": bound, "risk": risk, "slicing": slicing, "compensation": compensation}
+KINDS = {
+    "tradeoff": tradeoff,
+    "bound": bound,
+    "risk": risk,
+    "slicing": slicing,
+    "compensation": compensation,
+    "guess": guess,
+}
 
 
 def main() -> None:
