@@ -7,6 +7,7 @@ from gradveil.attacks.presets import preset
 from gradveil.compensation import compensate
 from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation, StepDefense
 from gradveil.defenses import create as defense
+from gradveil.inspection import inspect
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
 
@@ -29,6 +30,7 @@ __all__ = [
     "compensate",
     "defense",
     "defenses",
+    "inspect",
     "preset",
     "theory",
 ]

@@ -23,7 +23,15 @@ Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
 
 RELUS = (nn.ReLU, nn.LeakyReLU)
-LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy}
+
+
+def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of two classes from a single logit, that of class 1."""
+    target = labels if labels.ndim == 1 else labels[:, 1]
+    return F.binary_cross_entropy_with_logits(outputs[:, 0], target.to(outputs.dtype))
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy, "logistic": _logistic}
 
 
 # A plain global, not a context variable: torch.compile traces the former and gives up on the latter.
@@ -73,7 +81,8 @@ class Task:
 
     Args:
         model: any module that maps a batch ``[N, *input_shape]`` to logits ``[N, classes]``.
-        loss: ``"cross-entropy"``, or a function ``(outputs, labels) -> scalar``, the mean over the batch.
+        loss: ``"cross-entropy"``; ``"logistic"``: two classes told by one logit; or a function
+            ``(outputs, labels) -> scalar``, the mean over the batch.
         input_shape: shape of one input, such as ``(3, 32, 32)``. Images are in [0, 1] everywhere in gradveil.
         classes: number of classes.
         mean, std: the model's normalisation per channel, applied to the [0, 1] images. Default: none.
@@ -107,6 +116,10 @@ class Task:
             self._loss: Loss = LOSSES[checks.choice("Task", "loss", loss, LOSSES)]
         else:
             self._loss = loss
+        # What an attacker who inverts the loss must know; None: a loss of the user's own.
+        self.loss_name = next((name for name, known in LOSSES.items() if known is self._loss), None)
+        if self.loss_name == "logistic" and self.classes != 2:
+            raise ParameterError(f"Task: the logistic loss tells 2 classes apart, got classes={self.classes}")
         self._normalisation = _normalisation(mean, std, self.input_shape[0])
         _refuse_unusable(model)
 
@@ -171,6 +184,34 @@ class Task:
         other._parameters = {name: value.detach() for name, value in parameters.items()}
         other._buffers = {**self.buffers, **(buffers or {})}
         return other
+
+    def copy_model(self) -> nn.Module:
+        """A copy of the model at the task's weights, to build another model from."""
+        model = copy.deepcopy(self._model)
+        values = {**self.parameters, **self.buffers}
+        with torch.no_grad():
+            for name, tensor in _named_tensors(model):
+                tensor.data = values[name].clone()  # not copy_: the task may be in another precision
+        return model
+
+    def with_model(self, model: nn.Module) -> "Task":
+        """The task of another model with the same loss, inputs, classes and normalisation."""
+        mean, std = (None, None) if self._normalisation is None else (v.flatten().tolist() for v in self._normalisation)
+        return Task(model, self._loss, input_shape=self.input_shape, classes=self.classes, mean=mean, std=std)
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        """What the model is fed for these inputs."""
+        if self._normalisation is None:
+            return inputs
+        mean, std = (value.to(inputs) for value in self._normalisation)
+        return (inputs - mean) / std
+
+    def denormalised(self, values: Tensor) -> Tensor:
+        """The inputs for which the model is fed these values."""
+        if self._normalisation is None:
+            return values
+        mean, std = (value.to(values) for value in self._normalisation)
+        return values * std + mean
 
     def to(self, dtype: torch.dtype) -> "Task":
         """The same task with weights and buffers in another precision; the live model is not touched."""
@@ -453,9 +494,7 @@ class Task:
         buffers: Mapping[str, Tensor],
         inputs: Tensor,
     ) -> Tensor:
-        if self._normalisation is not None:
-            mean, std = (value.to(inputs) for value in self._normalisation)
-            inputs = (inputs - mean) / std
+        inputs = self.normalised(inputs)
         tensors = {**parameters, **buffers}
         if module is self._stateless:  # it has forgotten the running statistics
             tensors = {name: value for name, value in tensors.items() if name in self._stateless_names}
@@ -533,9 +572,10 @@ class Task:
                 handle.remove()
         if not isinstance(logits, Tensor):
             raise InputError(f"Task: the model must return one tensor, got {type(logits).__name__}; wrap the model")
-        if self._loss is F.cross_entropy and tuple(logits.shape) != (2, self.classes):
+        wanted = {"cross-entropy": (2, self.classes), "logistic": (2, 1)}.get(self.loss_name or "", logits.shape)
+        if tuple(logits.shape) != tuple(wanted):
             raise InputError(
-                f"Task: the model must return logits of shape [N, {self.classes}], got {list(logits.shape)} for N = 2; "
+                f"Task: the model must return logits of shape [N, {wanted[1]}], got {list(logits.shape)} for N = 2; "
                 "check classes="
             )
         self._refuse_state(buffers, probe, logits)

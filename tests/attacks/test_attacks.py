@@ -13,7 +13,17 @@ QUICK = {
     "idlg": {"iterations": 20},
     "inverting-gradients": {"iterations": 20},
     "grad-inversion": {"iterations": 20, "seeds": 2},
+    "r-gap": {"steps": 20},
+    "robbing-the-fed": {"bins": 8},
+    "loki": {"clients": 2, "bins": 4},
 }
+
+
+def sent_by(attack, task):
+    """The task that the clients are sent: an active server changes it, by public images of its own."""
+    generator = torch.Generator().manual_seed(9)
+    public = torch.rand(20, *task.input_shape, generator=generator, dtype=task.dtype)
+    return attack.modify(task, public=(public, torch.arange(20) % task.classes), generator=generator)
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +37,7 @@ def mnist_victims():
 
 def attack_each(attack, task, images, labels, defense="none"):
     defended = gradveil.defense(defense)
+    task = sent_by(attack, task)
     updates = [
         defended.share(task, images[i : i + 1], labels[i : i + 1], generator=torch.Generator().manual_seed(i))
         for i in range(len(images))
@@ -34,7 +45,7 @@ def attack_each(attack, task, images, labels, defense="none"):
     found = attack.reconstruct(
         task,
         updates,
-        gradveil.ThreatModel(defense=defended),
+        gradveil.ThreatModel(defense=defended, server=attack.server),
         generator=torch.Generator().manual_seed(0),
         execution="batch",  # "auto" measures, and loop and batch round differently
     )
@@ -77,13 +88,14 @@ def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
 @pytest.mark.parametrize("name", gradveil.attacks())
 def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
-    updates = [gradveil.defense("none").share(tiny_task, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
     # Without the total variation: where its kinks make a gradient vanish, the last bit decides about a sign.
     smooth = {"tv": 0.0} if name in ("inverting-gradients", "grad-inversion") else {}
     attack = gradveil.attack(name, **QUICK[name], **smooth)
+    task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
+    updates = [gradveil.defense("none").share(task, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
 
     def run(chosen):
-        return attack.reconstruct(tiny_task, chosen, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0))
+        return attack.reconstruct(task, chosen, threat, generator=torch.Generator().manual_seed(0))
 
     together, alone = run(updates), run(updates[0])
     torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
@@ -100,13 +112,14 @@ def test_an_attack_is_never_given_the_data(name):
 def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch):
     """The same update gives the same reconstruction, whatever becomes of the images and labels behind it."""
     images, labels = tiny_batch[0][:1].clone(), tiny_batch[1][:1].clone()
-    update = gradveil.defense("none").share(tiny_task, images, labels)
+    attack = gradveil.attack(name, **QUICK[name])
+    task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
+    update = gradveil.defense("none").share(task, images, labels)
     assert not update.meta.buffers  # nothing but numbers about the client travels beside the gradient
 
     def run():
-        attack = gradveil.attack(name, **QUICK[name])
         generator = torch.Generator().manual_seed(0)
-        return attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=generator, execution="loop")
+        return attack.reconstruct(task, update, threat, generator=generator, execution="loop")
 
     before = run()
     images.zero_()

@@ -4,6 +4,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -78,6 +79,8 @@ class Reconstruction:
         execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
         interrupted: True if Ctrl-C ended the search; then this is the best so far.
         ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear.
+        certain: ``[victims, images]``, True where the attacker itself knows that it has one image and not a mixture;
+            None if the attack cannot tell.
 
     Example:
         >>> empty = torch.zeros(2, 1, 3, 8, 8)
@@ -93,6 +96,7 @@ class Reconstruction:
     execution: str = "loop"
     interrupted: bool = False
     ambiguous_labels: Tensor | None = None
+    certain: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -104,12 +108,14 @@ class Found:
         solution: losses and iterations of the optimiser.
         execution: how the victims were evaluated.
         labels: ``[victims, images]`` in the order of the inputs.
+        certain: ``[victims, images]``, where the attack can tell one image from a mixture.
     """
 
     inputs: Tensor
     solution: Solution
     execution: str
     labels: Tensor
+    certain: Tensor | None = None
 
 
 class Attack(Method, ABC):
@@ -121,6 +127,24 @@ class Attack(Method, ABC):
     """
 
     factory = "gradveil.attack"
+    server: ClassVar[str] = "passive"  # "active": the attack changes the model, see `modify`
+    finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself and is given zeros
+
+    def modify(
+        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
+    ) -> Task:
+        """What an active server makes of the model before it sends it out; honest clients then train that task.
+
+        Args:
+            task: the model as it should be.
+            public: images and labels the server may look at; none of them is a client's.
+            generator: the server's randomness; default: fresh entropy.
+        """
+        return task
+
+    def for_client(self, task: Task, client: int) -> Task:
+        """The modified task with the weights that client number `client` is sent; most attacks treat all alike."""
+        return task
 
     def reconstruct(
         self,
@@ -154,7 +178,9 @@ class Attack(Method, ABC):
         # What secure aggregation shows is a sum; of m batches, it is m times the gradient of all their images.
         victims = [_mean_of(update) for update in victims]
         ambiguous = torch.zeros(len(victims), dtype=torch.bool)
-        if threat.known_labels is None:
+        if self.finds_labels and threat.known_labels is None:
+            labels = torch.zeros(len(victims), threat.batch_size, dtype=torch.long, device=task.device)
+        elif threat.known_labels is None:
             guesses = [infer_labels(task, update, threat.batch_size, threat.local) for update in victims]
             labels = torch.stack([guess.labels for guess in guesses])
             ambiguous = torch.tensor([guess.ambiguous for guess in guesses])
@@ -189,6 +215,7 @@ class Attack(Method, ABC):
             seconds=time.perf_counter() - started,
             execution=found.execution,
             interrupted=found.solution.interrupted,
+            certain=found.certain,
         )
 
     @abstractmethod
@@ -222,7 +249,11 @@ class Attack(Method, ABC):
                 f"{self.name}: the adaptive form {threat.adaptive!r} supposes updates of a single gradient, "
                 f"got local steps {threat.local}; use another form or ThreatModel(local=None)"
             )
-        if threat.labels == "infer" and task.classifier is None:
+        if self.server == "active" and threat.server != "active":
+            raise ThreatModelError(
+                f"{self.name}: changes the model, which a passive server does not; use ThreatModel(server='active')"
+            )
+        if threat.labels == "infer" and not self.finds_labels and task.classifier is None:
             raise ThreatModelError(
                 f"{self.name}: the model has no linear classifier to infer labels from; "
                 "use ThreatModel(labels='known', known_labels=...)"

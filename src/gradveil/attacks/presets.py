@@ -40,12 +40,16 @@ _DEEP = {
     "inverting-gradients": _steps(200, 500, 2000, lr=0.1, tv=0.001),
     "grad-inversion": _steps(200, 500, 2000, lr=0.1, tv=0.001, seeds=2),
 }
+# Closed forms: no steps to spend a budget on.
+_WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki")
 _SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
 _GREY = ("mnist", "fashion-mnist", "mednist", "pneumonia", "faces-orl")
 
 
 def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> Attack:
     """The attack called `name` with parameters that suit the data, the model and the budget.
+
+    Attacks in closed form have no budget; they come with their defaults.
 
     Args:
         name: of the attack.
@@ -60,5 +64,7 @@ def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> 
     small = _SMALL_GREY if dataset in _GREY else _SMALL_COLOUR
     table = small if model in _SMALL_MODELS else _DEEP
     ATTACKS.get(name)  # an unknown attack has its own error
+    if name in _WITHOUT_BUDGET:
+        return ATTACKS.create(name)
     checks.choice("preset", "name", name, table)
     return ATTACKS.create(name, **table[name][BUDGETS.index(budget)])

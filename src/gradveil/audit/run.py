@@ -295,25 +295,29 @@ class _Bench:
         def randomness(*path: object) -> torch.Generator:
             return derived_generator(seed, *path, device=device)
 
-        public, _ = split_public(self.dataset.train, seed)
-        task = defense.prepare(
-            self.task,
-            public=as_batch(self.task, self.dataset.train.batch(public)),
-            generator=randomness("prepare", str(defense)),
-        )
+        places, _ = split_public(self.dataset.train, seed)
+        public = as_batch(self.task, self.dataset.train.batch(places))
+        # An active server changes the model first; honest clients run the defense on what they are sent.
+        sent = attack.modify(self.task, public=public, generator=randomness("modify", str(attack)))
+        task = defense.prepare(sent, public=public, generator=randomness("prepare", str(defense)))
         bound = theory.reconstruction_bound(
             task,
             [as_batch(task, batch) for batch in zip(self.images, self.labels, strict=True)],
             defense,
             generator=randomness("bound", str(defense)),
         )
-        updates, memories = zip(*(self._share(defense, task, victim, randomness) for victim in chunk), strict=True)
+        shares = (self._share(defense, attack.for_client(task, victim), victim, randomness) for victim in chunk)
+        updates, memories = zip(*shares, strict=True)
         known = self.labels[chunk.start : chunk.stop] if self.config.labels == "known" else None
         found = attack.reconstruct(
             task,
             [defense.visible([update])[0] for update in updates],
             ThreatModel(
-                labels=self.config.labels, batch_size=self.config.batch_size, defense=defense, known_labels=known
+                labels=self.config.labels,
+                batch_size=self.config.batch_size,
+                defense=defense,
+                server=attack.server,
+                known_labels=known,
             ),
             generator=randomness("attack", str(attack), chunk.start),
             progress=tell,
@@ -378,6 +382,7 @@ class _Bench:
             "attack_params": attack.parameters if attack else {},
             "attack_spec": str(attack) if attack else BLIND_GUESS,
             "adaptive": False,
+            "server": attack.server if attack else "passive",
             "dataset": self.config.dataset,
             "model": self.config.model,
             "seed": self.config.seed,

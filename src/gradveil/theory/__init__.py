@@ -2,10 +2,12 @@
 
 from gradveil.theory.dropout import dropout_cosine_limit, dropout_distance, sufficient_keep
 from gradveil.theory.pruning import pruned_share, pruning_cosine, pruning_distance, residual_bound
+from gradveil.theory.rank import LayerRank, recursion_ranks
 from gradveil.theory.reconstruction import Bound, Usefulness, cramer_rao, reconstruction_bound, usefulness
 
 __all__ = [
     "Bound",
+    "LayerRank",
     "Usefulness",
     "cramer_rao",
     "dropout_cosine_limit",
@@ -14,6 +16,7 @@ __all__ = [
     "pruning_cosine",
     "pruning_distance",
     "reconstruction_bound",
+    "recursion_ranks",
     "residual_bound",
     "sufficient_keep",
     "usefulness",

@@ -1,0 +1,156 @@
+"""LOKI: an imprint block for many clients, local steps and secure aggregation."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.attacks import imprint
+from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.engine import Progress, Solution
+from gradveil.models.base import image_shape
+from gradveil.models.malicious import ClientImprint, Imprinted
+from gradveil.task import Task
+
+SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.encode.weight"
+DECODE, DECODE_BIAS = "imprint.decode.weight", "imprint.decode.bias"
+
+
+@ATTACKS.register("loki")
+@dataclass(repr=False)
+class Loki(Attack):
+    r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
+
+    The block in front of the model is that of `robbing-the-fed` behind a convolution that copies the image into the
+    channels of one client and nothing into the others'. The weight gradient of the linear layer is an outer product
+    with its input, so client j fills the columns of its own block alone, and the sum of all updates shows each block
+    untouched: secure aggregation hides nothing. Within a block, bins are read as in `gradveil.attacks.imprint`.
+
+    Local steps move the block: a step shifts the bins in proportion to ``lr * signal^2`` (`signal` as in
+    `robbing-the-fed`), and kernels that should be zero begin to leak. So the signal is chosen small enough for the bins
+    to stay where they are; a large one would beat noise, but only if there is a single step. What drift is left makes
+    the two copies of a bin disagree a little, so after local steps fewer bins are declared certain than are.
+
+    An active server that sends different weights to different clients (`for_client`); the architecture is the same.
+    The paper's description leaves room; our choices: identity kernels of size 3; one constant input for each client
+    (its marker), whose column takes the place of the bias gradient, which a sum over clients would mix; the
+    paper's scaling factor of the convolution is left at 1, and `drift` sets the balance instead; two
+    copies of each bin, and additive decoding, as in `robbing-the-fed`.
+
+    The update may be one client's or the sum or mean of up to `clients`; ``threat.batch_size`` counts all images in it.
+
+    Args:
+        clients: how many clients can be told apart; client number c uses block c modulo `clients`.
+        bins: for each client.
+        drift: how far one image in a batch of its own may shift the bins in one local step, in bin widths.
+        lr: learning rate of the local steps, which the server knows.
+
+    References:
+        Zhao, Sharma, Elkordy, Ezzeldin, Avestimehr and Bagchi, LOKI: Large-scale Data Reconstruction Attack against
+        Federated Learning through Model Manipulation, IEEE S&P 2024.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import models
+        >>> from gradveil.update import weighted_mean
+        >>> model = models.create("lenet", input_shape=(1, 16, 16), classes=10)
+        >>> images = torch.rand(40, 1, 1, 1, generator=torch.manual_seed(1)) * torch.rand(40, 1, 16, 16)
+        >>> task, labels = gradveil.Task(model, input_shape=(1, 16, 16), classes=10), torch.arange(40) % 10
+        >>> attack, honest = Loki(clients=2, bins=64), gradveil.defense("none")
+        >>> sent = attack.modify(task, public=(images[:36], labels[:36]), generator=torch.manual_seed(2))
+        >>> batches = [(0, slice(36, 38)), (1, slice(38, 40))]
+        >>> updates = [honest.share(attack.for_client(sent, c), images[at], labels[at]) for c, at in batches]
+        >>> found = attack.reconstruct(sent, weighted_mean(updates), ThreatModel(server="active", batch_size=4))
+        >>> found.inputs.shape
+        torch.Size([1, 4, 1, 16, 16])
+    """
+
+    paper = "Zhao et al., IEEE S&P 2024"
+    server = "active"
+    finds_labels = True
+
+    clients: int = 10
+    bins: int = 512
+    drift: float = 0.1
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        self.clients = checks.integer(self.name, "clients", self.clients, low=1)
+        self.bins = checks.integer(self.name, "bins", self.bins, low=2)
+        self.drift = checks.number(self.name, "drift", self.drift, above=0)
+        self.lr = checks.number(self.name, "lr", self.lr, above=0)
+
+    def modify(
+        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
+    ) -> Task:
+        """The task with a block for all clients in front of its model, at the weights of client 0."""
+        shape = image_shape(self.name, task.input_shape)
+        measured = imprint.measure(self.name, task, public, self.bins, generator)
+        # The drift grows with the square of the signal.
+        signal = (self.drift / (self.lr * measured.drift(1.0))) ** 0.5
+        values, slope = measured.directions.shape[1], measured.slope(signal)
+        block = ClientImprint(shape, self.clients, imprint.COPIES * self.bins).to(task.device, task.dtype)
+        with torch.no_grad():
+            block.encode.weight[:, : self.clients * values] = slope / values
+            thresholds = -slope * measured.edges.repeat(imprint.COPIES).to(task.dtype)
+            block.encode.weight[:, self.clients * values :] = thresholds[:, None]
+        imprint.set_decoder(block.decode, measured, signal)
+        return self.for_client(task.with_model(Imprinted(block, task.copy_model())), 0)
+
+    def for_client(self, task: Task, client: int) -> Task:
+        """The task whose kernels lead to the block of one client."""
+        parameters = dict(task.parameters)
+        select, marker = imprint.locate(self.name, parameters, SELECT, MARKER)
+        kernels, channels = torch.zeros_like(parameters[select]), task.input_shape[0]
+        block = client % self.clients
+        for channel in range(channels):
+            kernels[block * channels + channel, channel, 1, 1] = 1
+        markers = torch.zeros_like(parameters[marker])
+        markers[block] = 1
+        return task.with_parameters({**parameters, select: kernels, marker: markers})
+
+    def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
+        """What each bin of each client holds, ``[victims, clients * bins]``, client after client.
+
+        Args:
+            task: the modified task.
+            targets: the updates, ``[victims, *parameter shape]`` by name.
+        """
+        (weight,) = imprint.locate(self.name, targets, ENCODE)
+        victims, rows, columns = targets[weight].shape
+        values = columns // self.clients - 1
+        shape = (victims, imprint.COPIES, rows // imprint.COPIES)
+        read = []
+        for client in range(self.clients):  # one after the other: a block is large
+            own = targets[weight][:, :, client * values : (client + 1) * values]
+            marks = targets[weight][:, :, self.clients * values + client]
+            read.append(imprint.read(own.reshape(*shape, values), marks.reshape(shape)))
+        return imprint.Bins(
+            images=torch.cat([bins.images for bins in read], 1),
+            weights=torch.cat([bins.weights for bins in read], 2),
+            energy=torch.cat([bins.energy for bins in read], 1),
+            occupied=torch.cat([bins.occupied for bins in read], 1),
+            single=torch.cat([bins.single for bins in read], 1),
+            disagreement=torch.cat([bins.disagreement for bins in read], 1),
+        )
+
+    def run(
+        self,
+        task: Task,
+        targets: dict[str, Tensor],
+        labels: Tensor,
+        threat: ThreatModel,
+        generator: torch.Generator,
+        progress: Progress | None,
+        execution: str,
+    ) -> Found:
+        """Read the blocks of all clients; the best bins are the images."""
+        picked = imprint.pick(self.read(task, targets), threat.batch_size)
+        images = imprint.as_images(task, picked.images)
+        names = imprint.locate(self.name, task.parameters, DECODE, DECODE_BIAS)
+        found_labels = torch.stack(
+            [imprint.labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)]
+        )
+        solution = Solution(images, picked.loss, torch.zeros(len(images), dtype=torch.long), False)
+        return Found(images, solution, "batch", found_labels, picked.certain)

@@ -1,0 +1,84 @@
+import pytest
+import torch
+from torch import nn
+
+import gradveil
+from gradveil import models
+
+SHAPE = (1, 12, 12)
+
+
+def planted(spec, model="lenet"):
+    attack = gradveil.attack(spec)
+    task = gradveil.Task(models.create(model, input_shape=SHAPE, classes=4), input_shape=SHAPE, classes=4)
+    public = torch.rand(20, 1, 1, 1, generator=torch.Generator().manual_seed(0)) * torch.rand(20, *SHAPE)
+    sent = attack.modify(task, public=(public, torch.arange(20) % 4), generator=torch.Generator().manual_seed(1))
+    return sent.copy_model()
+
+
+def kinds(model):
+    return {finding.kind for finding in gradveil.inspect(model)}
+
+
+@pytest.mark.parametrize("init", ["default", "uniform"])
+@pytest.mark.parametrize("name", models.names())
+def test_no_alarm_on_the_zoo(name, init):
+    side = 20 if name == "vgg11" else 12
+    assert gradveil.inspect(models.create(name, input_shape=(1, side, side), classes=10, init=init)) == []
+
+
+@pytest.mark.parametrize("model", ["lenet", "mlp"])
+@pytest.mark.parametrize("spec", ["robbing-the-fed:bins=16", "robbing-the-fed:bins=16,signal=0.01", "loki:bins=8"])
+def test_shipped_blocks_are_found(spec, model):
+    assert kinds(planted(spec, model)) & {"parallel-rows", "parallel-columns"}
+
+
+def test_lokis_kernels_are_found():
+    assert "trivial-kernels" in kinds(planted("loki:bins=8"))
+
+
+@torch.no_grad()
+def test_disguised_blocks_are_found():
+    model = planted("robbing-the-fed:bins=16")
+    block, generator = model.imprint, torch.Generator().manual_seed(2)
+    order = torch.randperm(32, generator=generator)
+    factors = torch.exp(torch.randn(32, generator=generator)) * 0.05 / block.encode.weight.abs().mean()
+    images = torch.rand(3, *SHAPE, generator=generator)
+    before = model(images)
+    block.encode.weight.copy_((block.encode.weight * factors[:, None])[order])
+    block.encode.bias.copy_((block.encode.bias * factors)[order])
+    block.decode.weight.copy_((block.decode.weight / factors)[:, order])
+    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)  # a disguise, not another block
+    found = kinds(model)
+    assert "parallel-rows" in found
+    renamed = nn.Sequential(nn.Flatten(), block.encode, nn.ReLU(), block.decode, nn.Unflatten(1, SHAPE), model.model)
+    assert {"parallel-rows", "linear-before-convolution"} <= kinds(renamed)
+
+
+@torch.no_grad()
+def test_each_finding_by_itself():
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Linear(100, 50)
+    assert gradveil.inspect(layer) == []
+    layer.weight[3:11] = layer.weight[3] * torch.randn(8, 1, generator=generator)  # eight in a crowd, signs and all
+    (finding,) = gradveil.inspect(layer)
+    assert finding.kind == "parallel-rows"
+    assert "8 of its 50 rows" in str(finding)
+    layer.weight[10] = torch.randn(100, generator=generator)  # seven are not enough to tell
+    assert gradveil.inspect(layer) == []
+    assert [f.kind for f in gradveil.inspect(nn.Sequential(nn.Linear(90, 80), nn.Conv1d(3, 4, 5)))] == [
+        "linear-before-convolution"
+    ]
+    large = nn.Linear(100, 50)
+    large.weight.mul_(1000)
+    assert [f.kind for f in gradveil.inspect(large)] == ["extreme-scale"]
+    large.weight.zero_()  # a layer that starts at zero is nothing unusual
+    assert gradveil.inspect(large) == []
+
+
+def test_what_it_misses():
+    """Rows drawn apart beyond a cosine of .9 pass: the check looks for known patterns and is no proof."""
+    layer = nn.Linear(400, 32)
+    with torch.no_grad():
+        layer.weight.copy_(0.05 * (1 + 0.5 * torch.randn(32, 400, generator=torch.Generator().manual_seed(0))))
+    assert gradveil.inspect(layer) == []
