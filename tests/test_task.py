@@ -367,3 +367,45 @@ def test_misfitting_models_are_refused():
         gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), input_shape=(1, 2, 2), classes=5)
     with pytest.raises(ParameterError, match="loss must be one of cross-entropy, got 'hinge'"):
         gradveil.Task(nn.Linear(4, 3), "hinge", input_shape=(4,), classes=3)
+
+
+def test_the_logistic_loss_is_cross_entropy_of_two_classes_by_one_logit(generator):
+    """One logit z is the two logits (0, z)."""
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
+    two = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        two[1].weight.copy_(torch.cat([torch.zeros_like(one[1].weight), one[1].weight]))
+        two[1].bias.copy_(torch.cat([torch.zeros_like(one[1].bias), one[1].bias]))
+    inputs, labels = torch.rand(5, 1, 2, 2, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 1, 0, 1])
+    task = gradveil.Task(one, "logistic", input_shape=(1, 2, 2), classes=2)
+    pair = gradveil.Task(two, input_shape=(1, 2, 2), classes=2)
+    torch.testing.assert_close(
+        task.gradients(inputs, labels)["1.weight"][0], pair.gradients(inputs, labels)["1.weight"][1]
+    )
+    soft = torch.rand(5, 2, generator=generator, dtype=torch.float64)
+    soft = soft / soft.sum(1, keepdim=True)
+    torch.testing.assert_close(task.gradients(inputs, soft)["1.bias"][0], pair.gradients(inputs, soft)["1.bias"][1])
+    assert task.loss_name == "logistic"
+    with pytest.raises(ParameterError, match="tells 2 classes apart, got classes=3"):
+        gradveil.Task(one, "logistic", input_shape=(1, 2, 2), classes=3)
+    with pytest.raises(InputError, match=r"logits of shape \[N, 1\], got \[2, 2\]"):
+        gradveil.Task(two, "logistic", input_shape=(1, 2, 2), classes=2)
+
+
+def test_a_model_can_be_taken_out_changed_and_put_back(tiny_task, tiny_batch):
+    moved = tiny_task.with_parameters({name: value + 0.1 for name, value in tiny_task.parameters.items()})
+    copied = moved.copy_model()
+    torch.testing.assert_close(copied(tiny_batch[0]), moved.outputs(moved.parameters, tiny_batch[0]))
+    with torch.no_grad():
+        copied[0].weight.zero_()
+    assert moved.parameters["0.weight"].any()  # a copy
+    single = tiny_task.to(torch.float32).copy_model()
+    assert {value.dtype for value in single.parameters()} == {torch.float32}
+    named = gradveil.Task(copied, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2]).with_model(
+        moved.copy_model()
+    )
+    values = named.normalised(tiny_batch[0])
+    torch.testing.assert_close(values, (tiny_batch[0] - 0.4) / 0.2)
+    torch.testing.assert_close(named.denormalised(values), tiny_batch[0])
+    torch.testing.assert_close(named.outputs(named.parameters, tiny_batch[0]), moved.outputs(moved.parameters, values))

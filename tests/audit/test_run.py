@@ -285,3 +285,27 @@ def test_missing_lpips_weights_are_said(data_file, tmp_path, monkeypatch):
     with pytest.warns(UserWarning, match="gradveil data get lpips-alex"):
         run(config, tmp_path / "out")
     assert {row["lpips"] for row in rows(tmp_path / "out")} == {None}
+
+
+def test_an_active_server_is_audited_on_the_model_it_sent(data_file, tmp_path):
+    """Both blocks recover undefended images, and the defense runs on the changed model like on any other."""
+    config = config_for(
+        data_file,
+        model="lenet",
+        batch_size=2,
+        defenses=("none", "top-k:keep=0.05"),
+        attacks=("robbing-the-fed:bins=32", "loki:clients=2,bins=32"),
+    )
+    run(config, tmp_path / "out")
+    for attack in ("robbing-the-fed", "loki"):
+        psnr = {
+            defense: [r["psnr"] for r in rows(tmp_path / "out") if (r["attack"], r["defense"]) == (attack, defense)]
+            for defense in ("none", "top-k")
+        }
+        assert max(psnr["none"]) > 60
+        assert max(psnr["none"]) > max(psnr["top-k"]) + 20
+    assert {r["attack"]: r["server"] for r in rows(tmp_path / "out")} == {
+        "blind-guess": "passive",
+        "robbing-the-fed": "active",
+        "loki": "active",
+    }

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,6 @@ from gradveil.attacks.engine import Progress, Solution
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.task import Task
 from gradveil.theory.rank import Leaf, trace, why_impassable
-
-Operator = Callable[[Tensor], Tensor]
 
 # Inverting a sigmoid needs its output strictly inside (0, 1).
 _EDGE = 1e-15
@@ -110,23 +108,26 @@ class RGap(Attack):
         targets = {name: value.double() for name, value in targets.items()}
         known_labels = labels[:, 0] if threat.labels == "known" else None
         head = chain[-1]
-        signal, values, guesses = _invert_head(task, head, targets, known_labels)
-        hypotheses = guesses.shape[1]
-        repeated = {name: value.repeat_interleave(hypotheses, 0) for name, value in targets.items()}
-        signal, values = signal.flatten(0, 1), values.flatten(0, 1)
+        heads = _invert_head(task, head, targets, known_labels)
+        victim, hypothesis = heads.real.nonzero(as_tuple=True)
+        repeated = {name: value[victim] for name, value in targets.items()}
+        signal, values = heads.signal[victim, hypothesis] @ _weight(head), heads.values[victim, hypothesis]
+        guesses = heads.labels[victim, hypothesis]
         known = torch.ones_like(values, dtype=torch.bool)
-        signal = signal @ _weight(head)
         for done, leaf in enumerate(reversed(chain[:-1]), start=1):
             values, signal, known = self._pass(leaf, values, signal, known, repeated)
             if progress:
                 progress(done, len(chain), 0.0)
         images = task.denormalised(values.view(-1, *task.input_shape))
-        losses = _distances(task.to(torch.float64), images, guesses.flatten(), repeated).view(-1, hypotheses)
-        best = losses.argmin(1, keepdim=True)
-        images = images.view(len(losses), hypotheses, *task.input_shape)
-        chosen = images[torch.arange(len(losses), device=images.device), best[:, 0]]
-        solution = Solution(chosen, losses.gather(1, best)[:, 0], torch.zeros(len(losses), dtype=torch.long), False)
-        return Found(chosen[:, None], solution, "batch", guesses.gather(1, best))
+        losses = torch.full(heads.real.shape, torch.inf, dtype=torch.float64, device=values.device)
+        losses[heads.real] = _distances(task.to(torch.float64), images, guesses, repeated)
+        best = losses.argmin(1)
+        place = torch.zeros_like(heads.labels)
+        place[heads.real] = torch.arange(len(victim), device=place.device)
+        rows = torch.arange(len(best), device=place.device)
+        chosen = place[rows, best]
+        solution = Solution(images[chosen], losses[rows, best], torch.zeros(len(best), dtype=torch.long), False)
+        return Found(images[chosen][:, None], solution, "batch", guesses[chosen][:, None])
 
     def _pass(
         self, leaf: Leaf, values: Tensor, signal: Tensor, known: Tensor, gradients: dict[str, Tensor]
@@ -251,17 +252,24 @@ def _from_outer_product(product: Tensor, left: Tensor) -> Tensor:
     return (left[:, None] @ product)[:, 0] / left.square().sum(1, keepdim=True).clamp_min(tiny)
 
 
-def _invert_head(
-    task: Task, head: Leaf, gradients: dict[str, Tensor], known_labels: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Error signal ``[victims, hypotheses, logits]``, input ``[..., features]``, label ``[...]`` of the classifier."""
+class _Heads(NamedTuple):
+    """Hypotheses about the classifier, ``[victims, hypotheses]`` each; those that are not `real` repeat another one."""
+
+    signal: Tensor  # [..., logits]
+    values: Tensor  # [..., features]
+    labels: Tensor
+    real: Tensor
+
+
+def _invert_head(task: Task, head: Leaf, gradients: dict[str, Tensor], known_labels: Tensor | None) -> _Heads:
     assert isinstance(head.module, nn.Linear)
     product = gradients[f"{head.name}.weight"]  # [victims, logits, features]
     logistic = task.loss_name == "logistic"
     if head.module.bias is not None:
         signal = gradients[f"{head.name}.bias"]
         label = (signal[:, 0] < 0).long() if logistic else signal.argmin(1)
-        return signal[:, None], _from_outer_product(product, signal)[:, None], label[:, None]
+        only = torch.ones_like(label[:, None], dtype=torch.bool)
+        return _Heads(signal[:, None], _from_outer_product(product, signal)[:, None], label[:, None], only)
 
     left, sizes, right = torch.linalg.svd(product, full_matrices=False)
     unit, features = left[:, :, 0], sizes[:, :1] * right[:, 0]  # product = unit features^T
@@ -288,13 +296,13 @@ def _invert_head(
         predicted = every[..., 0].sigmoid() if logistic else every.softmax(-1).gather(-1, label[..., None])[..., 0]
         return predicted - (label if logistic else 1) - factor * spread(sign * at)
 
-    factor = _two_roots(mismatch, labels.shape, unit)
+    factor, real = _two_roots(mismatch, labels.shape, unit)
     signal = (factor * sign)[..., None] * unit[:, None]
-    return signal, (sign / factor)[..., None] * features[:, None], labels
+    return _Heads(signal, (sign / factor)[..., None] * features[:, None], labels, real)
 
 
-def _two_roots(mismatch: Operator, shape: torch.Size, like: Tensor) -> Tensor:
-    """The factor of every hypothesis: even ones get the first root, odd ones the second, or the first again."""
+def _two_roots(mismatch: Callable[[Tensor], Tensor], shape: torch.Size, like: Tensor) -> tuple[Tensor, Tensor]:
+    """The factor of every hypothesis: even ones get the first root, odd ones the second; and whether there is one."""
     # |k| is at most sqrt(2); below 1e-6 the image has been learnt by heart and the gradient says nothing.
     grid = torch.logspace(-6, math.log10(math.sqrt(2)), 2000, dtype=like.dtype, device=like.device)
     heights = mismatch(grid.expand(*shape, -1))
@@ -312,7 +320,7 @@ def _two_roots(mismatch: Operator, shape: torch.Size, like: Tensor) -> Tensor:
         middle = (low + high) / 2
         same = mismatch(middle) * below > 0
         low, high = torch.where(same, middle, low), torch.where(same, high, middle)
-    return (low + high) / 2
+    return (low + high) / 2, (number == 1) | (order[..., -1] >= number)
 
 
 def _distances(task: Task, images: Tensor, labels: Tensor, gradients: dict[str, Tensor]) -> Tensor:
