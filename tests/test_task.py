@@ -365,7 +365,7 @@ def test_misfitting_models_are_refused():
         gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), input_shape=(1, 3, 3), classes=3)
     with pytest.raises(InputError, match=r"logits of shape \[N, 5\], got \[2, 3\]"):
         gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), input_shape=(1, 2, 2), classes=5)
-    with pytest.raises(ParameterError, match="loss must be one of cross-entropy, got 'hinge'"):
+    with pytest.raises(ParameterError, match="loss must be one of cross-entropy, logistic, got 'hinge'"):
         gradveil.Task(nn.Linear(4, 3), "hinge", input_shape=(4,), classes=3)
 
 

@@ -243,7 +243,7 @@ def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, [], threat)
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion"])
 def test_a_muted_layer_does_not_matter(name, tiny_task, tiny_batch):
     """What stands in a layer that is left out changes nothing; what stands in another one does."""
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
