@@ -130,3 +130,22 @@ def test_what_it_cannot_do_is_refused(generator):
     update = gradveil.defense("none").share(task, images[:1], labels[:1])
     with pytest.raises(InputError, match=r"cannot pass .* \(Identity|MaxPool2d\): a pool keeps fewer values"):
         attack.reconstruct(task, update, gradveil.ThreatModel())
+
+
+def test_frozen_and_repeated_layers(generator):
+    """A frozen classifier bias is a known constant; a layer without a gradient of its own is refused."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 12), nn.LeakyReLU(0.2), nn.Linear(12, 3))
+    model[3].bias.requires_grad_(False)
+    task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+    images = torch.rand(1, 1, 4, 4, generator=generator)
+    _, psnr = attacked(task, images.expand(1, 1, 4, 4), torch.tensor([2]))
+    assert psnr.min() > 60
+    model[1].weight.requires_grad_(False)
+    task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+    with pytest.raises(InputError, match=r"cannot pass '1' \(Linear\): its weights are not trained"):
+        attacked(task, images, torch.tensor([2]))
+    twice = nn.Linear(16, 16)
+    task = gradveil.Task(nn.Sequential(nn.Flatten(), twice, twice, nn.Linear(16, 3)), input_shape=(1, 4, 4), classes=3)
+    with pytest.raises(InputError, match="it runs more than once"):
+        attacked(task, images, torch.tensor([2]))

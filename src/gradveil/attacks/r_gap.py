@@ -84,8 +84,15 @@ class RGap(Attack):
         chain = _chain(task)
         if task.classifier is None or not isinstance(chain[-1].module, nn.Linear):
             raise InputError(f"{self.name}: the model must end in a linear classifier, got {chain[-1].name!r}")
+        names = [leaf.name for leaf in chain]
         for leaf in chain:
-            obstacle = "it is not fed by the layer before it alone" if not leaf.follows else why_impassable(leaf.module)
+            obstacle = why_impassable(leaf.module)
+            if not leaf.follows:
+                obstacle = "it is not fed by the layer before it alone"
+            elif isinstance(leaf.module, nn.Linear | nn.Conv2d) and f"{leaf.name}.weight" not in task.parameters:
+                obstacle = "its weights are not trained, or shared with another layer, so it has no gradient of its own"
+            elif names.count(leaf.name) > 1 and any(True for _ in leaf.module.parameters()):
+                obstacle = "it runs more than once, so its gradient is a sum"
             if obstacle:
                 raise InputError(
                     f"{self.name}: cannot pass {leaf.name!r} ({type(leaf.module).__name__}): {obstacle}; use a plain "
@@ -137,8 +144,7 @@ class RGap(Attack):
         shape = (len(values), *leaf.inputs.shape[1:])
         everywhere = torch.ones(shape, dtype=torch.bool, device=values.device)
         if isinstance(module, nn.Linear):
-            if module.bias is not None:
-                signal = gradients[f"{leaf.name}.bias"]
+            signal = gradients.get(f"{leaf.name}.bias", signal)
             values = _from_outer_product(gradients[f"{leaf.name}.weight"], signal)
             return values, signal @ module.weight, everywhere
         if isinstance(module, nn.Conv2d):
@@ -265,7 +271,7 @@ def _invert_head(task: Task, head: Leaf, gradients: dict[str, Tensor], known_lab
     assert isinstance(head.module, nn.Linear)
     product = gradients[f"{head.name}.weight"]  # [victims, logits, features]
     logistic = task.loss_name == "logistic"
-    if head.module.bias is not None:
+    if f"{head.name}.bias" in gradients:
         signal = gradients[f"{head.name}.bias"]
         label = (signal[:, 0] < 0).long() if logistic else signal.argmin(1)
         only = torch.ones_like(label[:, None], dtype=torch.bool)
@@ -284,6 +290,7 @@ def _invert_head(task: Task, head: Leaf, gradients: dict[str, Tensor], known_lab
     sign = torch.where((at > 0) == (labels == 0) if logistic else at < 0, 1.0, -1.0).to(unit)
     labels, sign, at = (value.repeat_interleave(2, 1) for value in (labels, sign, at))  # room for two roots
     logits = features @ head.module.weight.T  # at factor 1
+    shift = 0 if head.module.bias is None else head.module.bias  # of a bias that is not trained
 
     def mismatch(factor: Tensor) -> Tensor:
         """How far the label's error signal is from the supposed one, for factors ``[victims, hypotheses, ...]``."""
@@ -291,10 +298,11 @@ def _invert_head(task: Task, head: Leaf, gradients: dict[str, Tensor], known_lab
         def spread(tensor: Tensor) -> Tensor:
             return tensor.view(*tensor.shape, *[1] * (factor.ndim - 2))
 
-        every = logits.view(len(logits), *[1] * (factor.ndim - 1), -1) * (spread(sign) / factor)[..., None]
+        every = logits.view(len(logits), *[1] * (factor.ndim - 1), -1) * (spread(sign) / factor)[..., None] + shift
         label = spread(labels).expand(factor.shape)
         predicted = every[..., 0].sigmoid() if logistic else every.softmax(-1).gather(-1, label[..., None])[..., 0]
-        return predicted - (label if logistic else 1) - factor * spread(sign * at)
+        missing: Tensor = predicted - (label if logistic else 1) - factor * spread(sign * at)
+        return missing
 
     factor, real = _two_roots(mismatch, labels.shape, unit)
     signal = (factor * sign)[..., None] * unit[:, None]
