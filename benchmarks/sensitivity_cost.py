@@ -4,7 +4,8 @@
 
 Sensitivity against one plain gradient (autograd, the same batch): processor time of one thread, which a busy machine
 disturbs less than the clock, the best of many runs in turn. Its error against the exact sensitivity, by number of
-directions. Compensation of an 11-million-value aggregate against copying it.
+directions. How evenly the slices of risk slicing share the risk. Compensation of an 11-million-value aggregate against
+copying it.
 """
 
 import math
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil import models
+from gradveil.defenses.risk_slicing import cut_slices, layer_risks
 from gradveil.task import sensitivity_error
 
 CASES = [("lenet", (1, 28, 28), 8), ("lenet", (3, 32, 32), 8), ("mnist-cnn", (1, 28, 28), 16), ("cnn6", (3, 32, 32), 8)]
@@ -84,6 +86,21 @@ def error() -> None:
         )
 
 
+def slices() -> None:
+    """Risks of random images, ten slices: the riskiest slice against the mean."""
+    for name, examples in (("lenet", 20), ("cnn6", 10), ("resnet18", 2)):
+        model = models.create(name, input_shape=(3, 32, 32), classes=10)
+        task = gradveil.Task(model, input_shape=(3, 32, 32), classes=10)
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.rand(examples, 3, 32, 32, generator=generator)
+        labels = torch.randint(0, 10, (examples,), generator=generator)
+        risks = layer_risks(task, inputs, labels, generator=generator)
+        total = torch.zeros(10, dtype=torch.float64)
+        for layer, numbers in cut_slices(task.parameters, risks, 10).items():
+            total += risks[layer] * torch.bincount(numbers.flatten(), minlength=10) / numbers.numel()
+        print(f"{name:10} ten slices: largest risk {total.max() / total.mean():.4f} x the mean", flush=True)
+
+
 def compensation() -> None:
     layers = dict(models.create("resnet18", input_shape=(3, 32, 32), classes=10).named_parameters())
     generator = torch.Generator().manual_seed(0)
@@ -104,6 +121,7 @@ def main() -> None:
     for case in CASES:
         cost(*case)
     error()
+    slices()
     compensation()
 
 

@@ -398,9 +398,9 @@ class Task:
         parameters = self.parameters
 
         def responses(drawn: Tensor, part: slice) -> Gradients:
-            own_inputs, own_labels = inputs[part], labels[part]
-            # The gradient of a batch is the mean of those of its parts, weighted by their sizes.
-            own_directions = drawn[:, part] * (len(own_inputs) / len(inputs))
+            own_inputs, own_labels, own_directions = inputs[part], labels[part], drawn[:, part]
+            if len(own_inputs) < len(inputs):  # the gradient of a batch is the mean of those of its parts, by size
+                own_directions = own_directions * (len(own_inputs) / len(inputs))
 
             def response(direction: Tensor) -> Gradients:
                 tangent: Gradients = jvp(
@@ -417,18 +417,13 @@ class Task:
         total = {name: torch.zeros_like(value) for name, value in parameters.items()}
         for start in range(0, count, chunk):
             numbers = range(start, min(start + chunk, count))
-            if directions is None:
-                drawn = torch.zeros(len(numbers), inputs.numel(), dtype=inputs.dtype, device=inputs.device)
-                drawn[torch.arange(len(numbers)), torch.tensor(numbers)] = 1
-                drawn = drawn.view(-1, *inputs.shape)
-            else:
-                # One by one: a larger draw is not the same as several smaller ones, and the chunk must not matter.
-                drawn = torch.stack(
-                    [
-                        torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-                        for _ in numbers
-                    ]
-                )
+            drawn = torch.zeros(len(numbers), *inputs.shape, dtype=inputs.dtype, device=inputs.device)
+            for direction, number in zip(drawn, numbers, strict=True):
+                if directions is None:
+                    direction.view(-1)[number] = 1
+                else:
+                    # One by one: a large draw is not the same as several small ones, and the chunk must not matter.
+                    direction.normal_(generator=generator)
             answer = responses(drawn, parts[0])
             for part in parts[1:]:
                 for name, value in responses(drawn, part).items():
