@@ -43,10 +43,12 @@ class Bins:
         disagreement: ``[..., bins]``, the share of the weaker copy that the stronger one does not explain, in [0, 1].
 
     Example:
-        >>> rows = torch.tensor([[[3.0, 1.0], [2.0, 0.0]], [[6.0, 2.0], [4.0, 0.0]]])  # [copies, bins, values]
-        >>> bins = read(rows, torch.tensor([[2.0, 1.0], [4.0, 2.0]]))
-        >>> bins.images.tolist(), bins.single.tolist()
-        ([[1.0, 1.0], [2.0, 0.0]], [True, True])
+        >>> rows, marks = torch.zeros(2, 20, 2), torch.zeros(2, 20)  # two copies, twenty bins, images of two values
+        >>> rows[:, 0], rows[:, 1] = torch.tensor([[3.0, 1.0], [6.0, 2.0]]), torch.tensor([[2.0, 0.0], [4.0, 0.0]])
+        >>> marks[:, 0], marks[:, 1] = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 2.0])
+        >>> bins = read(rows, marks)
+        >>> bins.images[:2].tolist(), bins.single.nonzero().flatten().tolist()
+        ([[1.0, 1.0], [2.0, 0.0]], [0, 1])
     """
 
     images: Tensor
@@ -223,8 +225,10 @@ class Pick:
         source: ``[victims, count]``, the bin, counted through all clients; -1: not found, the image is grey.
 
     Example:
-        >>> rows = torch.tensor([[[3.0, 1.0], [2.0, 0.0]], [[6.0, 2.0], [4.0, 0.0]]])
-        >>> pick(read(rows[None], torch.tensor([[[2.0, 1.0], [4.0, 2.0]]])), count=3).source.tolist()
+        >>> rows, marks = torch.zeros(2, 20, 2), torch.zeros(2, 20)
+        >>> rows[:, 0], rows[:, 1] = torch.tensor([[3.0, 1.0], [6.0, 2.0]]), torch.tensor([[2.0, 0.0], [4.0, 0.0]])
+        >>> marks[:, 0], marks[:, 1] = torch.tensor([2.0, 4.0]), torch.tensor([1.0, 2.0])
+        >>> pick(read(rows[None], marks[None]), count=3).source.tolist()  # the strongest first
         [[1, 0, -1]]
     """
 
