@@ -31,8 +31,8 @@ class Precode(StepDefense):
 
     A client draws a fresh epsilon for every image and every step, so its gradient is random; the attacker does not
     know it and computes with epsilon = 0, as the trained model does when it predicts. The layers before the
-    bottleneck see the noise only through the error that comes back: an attacker who leaves the bottleneck and the
-    classifier out of the matching (``mute`` of the matching attacks) loses little.
+    bottleneck see the noise only through the error that comes back: an attacker may leave the bottleneck and the
+    classifier out of the matching (``mute=classifier`` of the matching attacks).
 
     Choices the source leaves open: log-variance parametrisation, torch's default range for the new weights, no noise
     at prediction.
