@@ -39,7 +39,7 @@ class Refiner(StepDefense):
     x* still shows the image.
 
     `epsilon` is the knob. It is absolute and means something only beside |g|: on the papers' LeNet with uniform weights
-    a single image has |g| of about 10, and .1 changes next to nothing. In the other direction nothing is promised: x*
+    a single image has |g| of about 30, and .1 changes next to nothing. In the other direction nothing is promised: x*
     may be nearer than `epsilon`, and then g* itself is shared. All samples of a batch are refined at once.
 
     With `memory`, the x* of a sample starts its next search, found again by a digest of image and label, and where
@@ -50,9 +50,9 @@ class Refiner(StepDefense):
     of the client's own images, and are not protected.
 
     The paper leaves open how x* is searched. Here: steepest descent inside the box [0, 1], every sample's step
-    normalised to a root mean square that falls evenly from .02 to 0. So nothing depends on the scale of the two terms,
-    which differs by orders of magnitude: with torch's default weights the first one is so small (1e-5 on a ReLU LeNet,
-    against 1) that only D counts; with uniform weights it leads.
+    normalised to a root mean square that falls evenly from .02 to 0. So the length of a step does not depend on the
+    scale of the two terms, which differs by orders of magnitude between models: with torch's default weights the first
+    is so small (1e-5 on a ReLU LeNet, against 1) that only D sets the direction; with uniform weights it leads.
 
     Args:
         epsilon: largest distance between the shared gradient and the client's own; 0 is the identity.
