@@ -22,7 +22,7 @@ from gradveil.registry import parse_spec
 Row = dict[str, Any]
 ATTACK_NAMES = {"idlg": "iDLG", "ig": "IG"}
 ABLATIONS = {
-    "balance (the paper's beta, table 5)": ("balance", [0, 0.001, 0.01, 0.1, 1, 10, 100, 1000]),
+    "balance (the paper's beta, table 5)": ("balance", [0, 1e-5, 0.001, 0.01, 0.1, 1, 10, 100, 1000]),
     "iterations (table 6)": ("iterations", [5, 10, 15, 20]),
     "blend (alpha, table 7)": ("blend", [0, 0.1, 0.3, 0.5, 0.7, 0.9]),
     "decay (tau, table 8)": ("decay", [0.91, 0.93, 0.95, 0.97, 1]),
