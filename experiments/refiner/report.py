@@ -133,7 +133,9 @@ def ablation_tables(found: dict[str, Row], model: str, epsilon: float) -> list[s
             spec = default if value == defaults[parameter] else f"{default},{parameter}={value:g}"
             body += line(f"{value:g}", spec)
         lines += table(title, body)
-    body = line("with", default) + line("without", f"refiner-without-element-weights:epsilon={epsilon:g}")
+    unweighted = default.replace("refiner", "refiner-without-element-weights")
+    body = line("with", default) + line("without", unweighted)
+    body += line("with, balance 0", f"{default},balance=0") + line("without, balance 0", f"{unweighted},balance=0")
     return lines + table("element weights (table 10)", body)
 
 
