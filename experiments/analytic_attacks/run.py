@@ -107,6 +107,16 @@ def summary(all_scores: list[dict[str, Tensor]]) -> Row:
     }
 
 
+def against_trained_on(shared: list[tuple[Update, dict[str, Tensor]]], found: Tensor) -> Row:
+    """Scores against what the clients trained on instead of their images, if they did: the paper's ATS-R."""
+    pairs = [
+        (memory["trained_on"].float(), guess)
+        for (_, memory), guess in zip(shared, found, strict=True)
+        if "trained_on" in memory
+    ]
+    return {"against_trained_on": summary([scores(*pair) for pair in pairs])} if pairs else {}
+
+
 def r_gap(case: Row, spec: str) -> Row:
     dataset, task = data.load(CONFIG["dataset"]), task_of(case["model"], case["logits"])
     victims = batches(dataset, CONFIG["r-gap"]["victims"], 1)
@@ -117,9 +127,12 @@ def r_gap(case: Row, spec: str) -> Row:
     if case["logits"] == 1:
         public = (public[0], public[1] % 2)
     sent = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
-    updates = [share(defense, sent, victim, number)[0] for number, victim in enumerate(victims)]
+    shared = [share(defense, sent, victim, number) for number, victim in enumerate(victims)]
     result = gradveil.attack("r-gap").reconstruct(
-        sent, updates, ThreatModel(defense=defense), generator=derived_generator(SEED, "attack")
+        sent,
+        [update for update, _ in shared],
+        ThreatModel(defense=defense),
+        generator=derived_generator(SEED, "attack"),
     )
     per_image = [scores(image, found) for (image, _), found in zip(victims, result.inputs, strict=True)]
     right = sum(int(found == label) for (_, label), found in zip(victims, result.labels[:, 0], strict=True))
@@ -127,6 +140,7 @@ def r_gap(case: Row, spec: str) -> Row:
         **summary(per_image),
         "labels_right": f"{right} of {len(victims)}",
         "median_loss": statistics.median(result.loss.tolist()),
+        **against_trained_on(shared, result.inputs),
     }
 
 
@@ -152,13 +166,7 @@ def robbing(model: str, count: int, attack_spec: str, spec: str) -> Row:
     result = attack.reconstruct(sent, [update for update, _ in shared], threat)
     row = summary([scores(images, found) for (images, _), found in zip(victims, result.inputs, strict=True)])
     row["certain"] = result.certain.sum(1).tolist()
-    trained_on = [memory.get("trained_on") for _, memory in shared]
-    if all(images is not None for images in trained_on):
-        # What the client trained on instead of its images: the paper's ATS-R, where the figures above are its ATS-T.
-        row["against_trained_on"] = summary(
-            [scores(images.float(), found) for images, found in zip(trained_on, result.inputs, strict=True)]
-        )
-    return row
+    return {**row, **against_trained_on(shared, result.inputs)}
 
 
 def blind(count: int) -> Row:

@@ -197,6 +197,29 @@ def with_policy(spec: str) -> str:
     return f"ats:policy={rows()['ats search']['policy']}" if spec == "ats" else spec
 
 
+ANALYTIC = {
+    "R-gap": ("r-gap on cnn6, 1 logits", ("lpips", "ssim", "median_psnr")),
+    "Rob": ("robbing-the-fed:bins=128 on resnet18", ("lpips", "min_lpips", "ssim", "max_ssim", "median_psnr")),
+}
+"""Rows of the table that experiments/analytic_attacks has measured: how its cases begin, and what is shown of them."""
+
+
+def analytic_rows(columns: list[str]) -> Iterator[str]:
+    path = HERE.parent / "analytic_attacks" / "results.jsonl"
+    done = {row["case"]: row for row in map(json.loads, path.read_text().splitlines())}
+    spec_of = {"none": "none", "ATS-R": "ats", "ATS-T": "ats", "Soteria": "soteria:rate=0.8", "PRECODE": "precode"}
+    spec_of |= {"noise": "gaussian-noise:std=0.01", "top-k": "top-k:keep=0.2", "Outpost": "outpost"}
+    spec_of |= {"DGP": "dual-pruning"}
+    for title, (case, keys) in ANALYTIC.items():
+        found = [done.get(f"{case}, {spec_of.get(column)}") for column in columns]
+        found[0] = done.get("blind guess beside resnet18") if title == "Rob" else None
+        at_r = columns.index("ATS-R")
+        found[at_r] = found[at_r] and found[at_r]["against_trained_on"]
+        for key in keys:
+            texts = ["–" if row is None else f"{row[key]:.3g}" for row in found]
+            yield f"| {title} | {key.replace('_', ' ').replace('psnr', 'PSNR')} | " + " | ".join(texts) + " |"
+
+
 def table() -> str:
     """Rows and columns of table 1 of the Dual Gradient Pruning paper, as far as there are results."""
     done = rows()
@@ -215,6 +238,7 @@ def table() -> str:
             found = [cell(attack, column) for column in columns]
             texts = ["–" if row is None else f"{row[f'mean_{metric}']:.3g}" for row in found]
             lines.append(f"| {attack} | {metric.upper()} | " + " | ".join(texts) + " |")
+    lines += analytic_rows(columns)
     accuracies = [
         done.get(f"training under {'ATS' if column.startswith('ATS') else column}", {}).get("accuracy")
         for column in columns
