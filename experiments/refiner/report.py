@@ -145,8 +145,8 @@ def draw_curve(found: dict[str, Row]) -> None:
     for axis, (attack, title) in zip(axes, ATTACK_NAMES.items(), strict=True):
         lines: dict[str, list[tuple[float, float, str]]] = {}
         for row in found.values():
-            trained = found.get(f"training/gelu/{row['defense']}")
-            if row["kind"] == "attack" and row["model"] == "gelu" and row["attack"] == attack and trained:
+            trained = found.get(f"training/normalised/{row['defense']}")
+            if row["kind"] == "attack" and row["model"] == "normalised" and row["attack"] == attack and trained:
                 name, parameters = parse_spec(row["defense"])
                 if len(parameters) <= 1 and "without" not in name and trained["pmm"] is not None:
                     label = ", ".join(f"{value:g}" for value in parameters.values())

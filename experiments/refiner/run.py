@@ -1,4 +1,4 @@
-"""What refiner protects and what it costs on CIFAR-10 and three LeNets. Run it again to go on where it was.
+"""What refiner protects and what it costs on CIFAR-10 and four LeNets. Run it again to go on where it was.
 
     GRADVEIL_DATA=/path/to/data python experiments/refiner/run.py [--only attack|training] [GROUP ...]
 
@@ -56,10 +56,12 @@ def scorer() -> metrics.Scorer:
 
 
 def build(model: str) -> gradveil.Task:
-    name, parameters = parse_spec(CONFIG["models"][model]["model"])
+    settings = CONFIG["models"][model]
+    name, parameters = parse_spec(settings["model"])
     shape = dataset().train.input_shape
     built = models.create(name, input_shape=shape, classes=10, seed=SEED, **parameters)
-    return gradveil.Task(built, input_shape=shape, classes=10)
+    normalisation = {key: 3 * [settings[key]] for key in ("mean", "std") if key in settings}
+    return gradveil.Task(built, input_shape=shape, classes=10, **normalisation)
 
 
 def norm(gradients: dict[str, Tensor]) -> float:
@@ -123,6 +125,7 @@ def train_under(model: str, defense: gradveil.Defense, finished: dict[str, dict[
     baseline = undefended["accuracy"] if undefended else accuracy  # "none" is the first of every model
     return {
         "accuracy": round(accuracy, 4),
+        "history": outcome.history,
         "baseline_accuracy": baseline,
         "pmm": performance_maintenance(accuracy, baseline, dataset().test),
         "round_seconds": round(outcome.round_seconds, 4),
