@@ -34,6 +34,24 @@ def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch):
         torch.testing.assert_close(start - 0.3 * update[name], weights[name])
 
 
+def test_momentum_equals_torchs_and_starts_from_rest():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Sigmoid(), nn.Linear(5, 3)).double()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=3)
+    start = {name: value.clone() for name, value in task.parameters.items()}
+    images, labels = torch.rand(7, 1, 6, 6, dtype=torch.float64), torch.arange(7) % 3
+    local = LocalSteps(epochs=3, batch_size=3, lr=0.1, momentum=0.9)
+    update = compute_update(task, images, labels, local=local, generator=torch.Generator().manual_seed(0))
+    order, optimiser = torch.Generator().manual_seed(0), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(3):
+        for batch in torch.randperm(7, generator=order).split(3):
+            optimiser.zero_grad()
+            F.cross_entropy(model(images[batch]), labels[batch]).backward()
+            optimiser.step()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(start[name] - 0.1 * update[name], value.detach())
+
+
 def test_local_steps_carry_the_statistics_of_the_last_step():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(32, 3))

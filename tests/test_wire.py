@@ -116,7 +116,13 @@ def test_a_counter_and_statistics_that_are_not_finite_travel_as_they_are():
 
 @pytest.mark.parametrize(
     "meta",
-    [Meta(), Meta(round=-1, samples=2**63), Meta(round=0, local=LocalSteps()), Meta(local=LocalSteps(3, 1, 1e-300))],
+    [
+        Meta(),
+        Meta(round=-1, samples=2**63),
+        Meta(round=0, local=LocalSteps()),
+        Meta(local=LocalSteps(3, 1, 1e-300)),
+        Meta(local=LocalSteps(momentum=0.9)),
+    ],
 )
 def test_what_is_known_about_an_update_travels(meta):
     back = wire.decode(wire.encode(Update({"w": torch.ones(1)}, meta))).meta

@@ -77,10 +77,11 @@ def reference_decode(message: bytes, locations: dict[str, list[bool]]) -> tuple[
     header = Bytes(data.take(header_length))
     contents, flags, number, samples, epochs, batch_size, lr = header.numbers("BBqQQQd")
     about = {"contents": contents, "round": number if flags & 1 else None, "samples": samples}
-    about["local"] = LocalSteps(epochs, batch_size if flags & 4 else None, lr) if flags & 2 else None
     digest = header.take(16)
     about["digest"] = digest if flags & 8 else None
     layers, buffers = header.numbers("HH")
+    (momentum,) = header.numbers("d") if flags & 16 else (0.0,)
+    about["local"] = LocalSteps(epochs, batch_size if flags & 4 else None, lr, momentum) if flags & 2 else None
     result: tuple[dict, dict] = ({}, {})
     for index in range(layers + buffers):
         name = header.take(*header.numbers("H")).decode()
@@ -156,7 +157,8 @@ def test_the_reference_reads_what_is_written(dtype, shape, density, inside, widt
         keep &= locations["w"]
     value = value.where(keep, torch.zeros((), dtype=dtype))
     buffers = {"count": torch.tensor([7, -1]), "mean": torch.randn(3, generator=generator)}
-    meta = Meta(5, 8, LocalSteps(2, 3, 0.1), buffers=buffers, grids={} if grid is None else {"w": grid})
+    local = LocalSteps(2, 3, 0.1, momentum=0.0 if locations is None else 0.9)
+    meta = Meta(5, 8, local, buffers=buffers, grids={} if grid is None else {"w": grid})
     message = wire.encode(Update({"w": value, "ü": torch.ones(2)}, meta), locations)
     plain = {} if locations is None else {"w": locations["w"].reshape(-1).tolist()}
     layers, others, about = reference_decode(message, plain)
@@ -164,7 +166,7 @@ def test_the_reference_reads_what_is_written(dtype, shape, density, inside, widt
     assert layers["ü"] == (torch.float32, (2,), raw(torch.ones(2)))
     assert others == {"count": (9, (2,), raw(buffers["count"])), "mean": (3, (3,), raw(buffers["mean"]))}
     digest = None if locations is None else wire.digest(locations)
-    assert about == {"contents": 0, "round": 5, "samples": 8, "local": LocalSteps(2, 3, 0.1), "digest": digest}
+    assert about == {"contents": 0, "round": 5, "samples": 8, "local": local, "digest": digest}
 
 
 @pytest.mark.parametrize("density", [0.0005, 0.1, 0.999])

@@ -47,12 +47,14 @@ def layer(data: bytes, *, size=8, kind=SINGLE, grid=None, length=None, shape=Non
 ONES = struct.pack("<4f", 1, 1, 1, 1)
 GOOD = layer(b"\2\xf0" + ONES)
 EMPTY = write(Header(UPDATE, [], [], 1, 2, LocalSteps(1, 2, 0.5)), [])
+MOMENTUM = write(Header(UPDATE, [], [], 1, 2, LocalSteps(1, 2, 0.5, momentum=0.9)), [])
 
 
 def test_the_message_that_the_hostile_ones_are_made_of_is_good():
     assert wire.decode(GOOD)["w"].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert sealed(GOOD) == GOOD
     assert wire.decode(EMPTY).meta.local == LocalSteps(1, 2, 0.5)
+    assert wire.decode(MOMENTUM).meta.local == LocalSteps(1, 2, 0.5, momentum=0.9)
 
 
 HEADERS = {
@@ -70,7 +72,9 @@ HEADERS = {
         "its header has 1 bytes too many",
     ),
     "other contents": (with_bytes(GOOD, 26, b"\2"), "no message has contents 2"),
-    "an unknown flag": (with_bytes(GOOD, 27, b"\x10"), "no message has contents 0 and flags 16"),
+    "an unknown flag": (with_bytes(GOOD, 27, b"\x20"), "no message has contents 0 and flags 32"),
+    "momentum of no steps": (with_bytes(GOOD, 27, b"\x10"), "no message has contents 0 and flags 16"),
+    "momentum of 1": (with_bytes(MOMENTUM, 88, struct.pack("<d", 1.0)), "LocalSteps: momentum must be"),
     "more layers": (with_bytes(GOOD, 84, b"\2\0"), "2 tensors are more than its header can hold"),
     "65,535 layers": (with_bytes(GOOD, 84, b"\xff\xff"), "65535 tensors are more than its header can hold"),
     "a layer less": (with_bytes(GOOD, 84, b"\0\0"), "its header has .* bytes too many"),

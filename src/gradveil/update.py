@@ -15,32 +15,45 @@ from gradveil.task import Gradients, Task
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """FedAvg: the steps of plain SGD a client takes on its own before it shares.
+    """FedAvg: the steps of SGD a client takes on its own before it shares.
 
     Args:
         epochs: passes over the client's data.
         batch_size: images a step; None: all of them.
         lr: learning rate of each step.
+        momentum: of the steps; it starts from rest in every round.
 
     Example:
         >>> LocalSteps(epochs=2, batch_size=16, lr=0.1)
-        LocalSteps(epochs=2, batch_size=16, lr=0.1)
+        LocalSteps(epochs=2, batch_size=16, lr=0.1, momentum=0.0)
     """
 
     epochs: int = 1
     batch_size: int | None = None
     lr: float = 0.01
+    momentum: float = 0.0
 
     def __post_init__(self) -> None:
         checks.integer("LocalSteps", "epochs", self.epochs, low=1)
         if self.batch_size is not None:
             checks.integer("LocalSteps", "batch_size", self.batch_size, low=1)
         checks.number("LocalSteps", "lr", self.lr, above=0)
+        checks.number("LocalSteps", "momentum", self.momentum, low=0, below=1)
 
 
 def steps_of(local: LocalSteps | None, images: int) -> int:
-    """How many gradients an update sums."""
+    """How many gradients an update is made of."""
     return 1 if local is None else local.epochs * math.ceil(images / (local.batch_size or images))
+
+
+def weight_of(local: LocalSteps | None, images: int) -> float:
+    """How many gradients' worth an update sums: with momentum, a gradient counts again in every step after its own.
+
+    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), images=8)  # 1 + 1.5 + 1.75
+    4.25
+    """
+    momentum = 0.0 if local is None else local.momentum
+    return sum((1 - momentum**step) / (1 - momentum) for step in range(1, steps_of(local, images) + 1))
 
 
 MAX_BITS = 28
@@ -160,17 +173,27 @@ def compute_update(
     task.check(inputs, labels)
     generator = generator or fresh_generator(inputs.device)
     current, buffers = task.parameters, dict[str, Tensor]()
-    # (start - end) / lr is the sum of the steps' gradients; summing them loses no digits to cancellation.
+    # (start - end) / lr is the sum of the steps' velocities (without momentum: gradients); summing them loses no
+    # digits to cancellation.
     total = {name: torch.zeros_like(value) for name, value in current.items()}
+    velocity: Gradients = {}
     for _ in range(local.epochs):
         order = torch.randperm(len(inputs), generator=generator, device=inputs.device)
         for batch in torch.split(order, local.batch_size or len(inputs)):
             stepping = task.with_parameters(current, buffers)
             step = gradients(stepping, inputs[batch], labels[batch])
             buffers = stepping.updated_buffers(inputs[batch])
-            total = {name: value + step[name] for name, value in total.items()}
-            current = {name: value - local.lr * step[name] for name, value in current.items()}
+            velocity = with_momentum(velocity, step, local.momentum)
+            total = {name: value + velocity[name] for name, value in total.items()}
+            current = {name: value - local.lr * velocity[name] for name, value in current.items()}
     return Update(total, Meta(samples=len(inputs), local=local, buffers=buffers))
+
+
+def with_momentum(velocity: Mapping[str, Tensor], step: Gradients, momentum: float) -> Gradients:
+    """What a step moves along: its gradient and, after the first step, what is left of the movement before."""
+    if not velocity or not momentum:
+        return step
+    return {name: momentum * velocity[name] + value for name, value in step.items()}
 
 
 def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = None) -> Update:

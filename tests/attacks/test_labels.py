@@ -52,9 +52,10 @@ def test_unclear_counts_are_said(generator):
     assert infer_labels(task, hidden, 1).ambiguous
 
 
-def test_local_steps_are_allowed_for(generator):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_local_steps_are_allowed_for(generator, momentum):
     task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)
     batch = torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 2])
-    local = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.01)
+    local = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.01, momentum=momentum)
     update = gradveil.defense("none").share(task, *batch, local=local)
     assert infer_labels(task, update, 4, local).labels.tolist() == [0, 1, 2, 2]

@@ -12,10 +12,11 @@ from gradveil.errors import ThreatModelError
 from gradveil.update import LocalSteps, compute_update, steps_of
 
 
-def test_a_simulated_client_sends_what_the_real_one_sends(tiny_task, tiny_batch):
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_simulated_client_sends_what_the_real_one_sends(tiny_task, tiny_batch, momentum):
     """For some order of the images: the client shuffles, the simulation takes them as they come."""
     inputs, labels = tiny_batch
-    local = LocalSteps(epochs=1, batch_size=1, lr=0.3)
+    local = LocalSteps(epochs=1, batch_size=1, lr=0.3, momentum=momentum)
     real = compute_update(tiny_task, inputs, labels, local=local, generator=torch.Generator().manual_seed(1))
     distances = [
         float(

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update, steps_of
+from gradveil.update import LocalSteps, Update, weight_of
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
         )
     if batch_size == 1:
         return LabelGuess(pull.argmin()[None], ambiguous=not bool((pull < 0).sum() == 1))
-    pull = pull / steps_of(local, batch_size)  # an update sums the gradients of its local steps
+    pull = pull / weight_of(local, batch_size)  # an update sums the gradients of its local steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )

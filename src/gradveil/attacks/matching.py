@@ -13,7 +13,7 @@ from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_re
 from gradveil.errors import ParameterError, ThreatModelError
 from gradveil.registry import suggest
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, steps_of
+from gradveil.update import LocalSteps, steps_of, with_momentum
 
 NOTHING = "none"
 """What `mute` says when every layer is matched."""
@@ -83,14 +83,16 @@ def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, 
     if local is None:
         return task.gradient(parameters, inputs, labels)
     total: Gradients = {}
+    velocity: Gradients = {}
     current = parameters
     size = local.batch_size or len(inputs)
     for _ in range(local.epochs):
         for first in range(0, len(inputs), size):
             batch = slice(first, first + size)
             step = task.gradient(current, inputs[batch], labels[batch])
-            total = {name: total[name] + step[name] if total else step[name] for name in step}
-            current = {name: value - local.lr * step[name] for name, value in current.items()}
+            velocity = with_momentum(velocity, step, local.momentum)
+            total = {name: total[name] + velocity[name] if total else velocity[name] for name in velocity}
+            current = {name: value - local.lr * velocity[name] for name, value in current.items()}
     return total
 
 

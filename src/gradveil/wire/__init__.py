@@ -26,7 +26,8 @@ A message::
 The header; what the flags say is not there is sent as 0::
 
     u8         0: an update; 1: locations (which have no buffers, no grids and no flags)
-    u8         flags: 1 there is a round, 2 there are local steps, 4 they have a batch size, 8 there is a digest
+    u8         flags: 1 there is a round, 2 there are local steps, 4 they have a batch size, 8 there is a digest,
+               16 the local steps have momentum
     i64        round
     u64        samples
     u64        local steps: epochs
@@ -35,6 +36,7 @@ The header; what the flags say is not there is sent as 0::
     16 bytes   digest of the known locations, see `digest`
     u16        number of layers
     u16        number of buffers; at most 16,384 tensors together
+    f64        local steps: momentum; only there if the flag is
     entries    one for each layer, then for each buffer
 
 An entry::

@@ -23,7 +23,8 @@ _FRAME = struct.Struct("<8sHI")  # magic, version, checksum of the rest
 _LENGTHS = struct.Struct("<QI")  # the message, the header
 _ABOUT = struct.Struct("<BBqQQQd16sHH")  # see `Header`
 _GRID = struct.Struct("<ddB")
-_HAS_ROUND, _HAS_LOCAL, _HAS_BATCH_SIZE, _HAS_LOCATIONS = 1, 2, 4, 8
+_MOMENTUM = struct.Struct("<d")
+_HAS_ROUND, _HAS_LOCAL, _HAS_BATCH_SIZE, _HAS_LOCATIONS, _HAS_MOMENTUM = 1, 2, 4, 8, 16
 _SHORTEST_ENTRY = 13
 
 
@@ -127,11 +128,13 @@ def read(message: memoryview) -> tuple[Header, Reader]:
 def _write_header(header: Header) -> bytes:
     local = header.local
     batch_size = None if local is None else local.batch_size
+    momentum = 0.0 if local is None else local.momentum
     flags = (
         _HAS_ROUND * (header.round is not None)
         + _HAS_LOCAL * (local is not None)
         + _HAS_BATCH_SIZE * (batch_size is not None)
         + _HAS_LOCATIONS * (header.digest is not None)
+        + _HAS_MOMENTUM * (momentum != 0)
     )
     about = _ABOUT.pack(
         header.contents,
@@ -145,6 +148,8 @@ def _write_header(header: Header) -> bytes:
         len(header.layers),
         len(header.buffers),
     )
+    if momentum:
+        about += _MOMENTUM.pack(momentum)
     return about + b"".join(map(_write_entry, (*header.layers, *header.buffers)))
 
 
@@ -162,12 +167,15 @@ def _read_header(reader: Reader) -> Header:
     contents, flags, number, samples, epochs, batch_size, lr, digest, layers, buffers = _ABOUT.unpack(
         reader.take(_ABOUT.size)
     )
-    if contents not in (UPDATE, LOCATIONS) or flags >= 2 * _HAS_LOCATIONS:
+    lonely_momentum = flags & _HAS_MOMENTUM and not flags & _HAS_LOCAL
+    if contents not in (UPDATE, LOCATIONS) or flags >= 2 * _HAS_MOMENTUM or lonely_momentum:
         raise Malformed(f"no message has contents {contents} and flags {flags}")
     if layers + buffers > min(MAX_TENSORS, reader.left // _SHORTEST_ENTRY):
         raise Malformed(f"{layers + buffers} tensors are more than its header can hold, or more than {MAX_TENSORS}")
     try:
-        local = LocalSteps(epochs, batch_size if flags & _HAS_BATCH_SIZE else None, lr) if flags & _HAS_LOCAL else None
+        momentum = _MOMENTUM.unpack(reader.take(_MOMENTUM.size))[0] if flags & _HAS_MOMENTUM else 0.0
+        batch_limit = batch_size if flags & _HAS_BATCH_SIZE else None
+        local = LocalSteps(epochs, batch_limit, lr, momentum) if flags & _HAS_LOCAL else None
         header = Header(
             contents,
             [_read_entry(reader) for _ in range(layers)],
