@@ -175,6 +175,11 @@ class Task:
         """Where the weights are."""
         return next(iter(self.parameters.values())).device
 
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether a batch norm works on the statistics of the batch, which ties the images of a batch together."""
+        return bool(self._batch_norms)
+
     def with_parameters(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> "Task":
         """The same task at other weights; the live model is not touched."""
         current = self.parameters

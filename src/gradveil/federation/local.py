@@ -2,105 +2,44 @@
 
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil import checks, wire
+from gradveil import wire
 from gradveil.accounting import PrivacySpent
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.errors import InputError, NotFiniteError, ParameterError
+from gradveil.defenses.base import Public
+from gradveil.errors import InputError, ParameterError
+from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify
+from gradveil.federation.clients import Batch, Clients, Randomness, Shared
+from gradveil.federation.faults import NOT_FINITE, Fault, Inbox, Transport
+from gradveil.federation.memory import RAM_BYTES, ClientMemories
+from gradveil.federation.optimiser import ServerOptimiser
+from gradveil.federation.training import RoundRecord, Training, TrainingResult
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import LocalSteps
+from gradveil.update import LocalSteps, Update
 
 PUBLIC_SAMPLES = 100
 """Training images set aside as the public set that `Defense.prepare` may look at; no client holds them."""
 
+LOSS_IMAGES = 256
+"""A round's training loss is taken on at most this many of the images that its clients drew."""
 
-@dataclass(frozen=True)
-class Training:
-    """How a federation trains: FedSGD, or FedAvg with `local` steps; the server takes momentum steps.
+ENCODED_CLIENTS = 10
+"""Of this many clients a round, the first drawn, the updates are encoded to learn their length."""
 
-    Args:
-        rounds: number of rounds.
-        clients: number of clients that share the training images.
-        clients_per_round: clients drawn each round; None: all of them.
-        batch_size: images a client draws from its own each round.
-        lr: the server's learning rate on the aggregated update.
-        momentum: the server's momentum.
-        scheme: how images are dealt out: ``"iid"``, ``"dirichlet"`` or ``"classes"``.
-        alpha: concentration of ``"dirichlet"``.
-        classes_per_client: classes of ``"classes"``.
-        local: local steps (FedAvg); None: one gradient a round (FedSGD).
-        evaluate_every: rounds between evaluations; None: only at the end.
-        seed: everything random derives from it.
-
-    Example:
-        >>> Training(rounds=5, clients=4).clients_per_round is None
-        True
-    """
-
-    rounds: int = 200
-    clients: int = 10
-    clients_per_round: int | None = None
-    batch_size: int = 32
-    lr: float = 0.015
-    momentum: float = 0.9
-    scheme: str = "iid"
-    alpha: float = 0.5
-    classes_per_client: int = 2
-    local: LocalSteps | None = None
-    evaluate_every: int | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        checks.integer("train", "rounds", self.rounds, low=1)
-        checks.integer("train", "clients", self.clients, low=1)
-        checks.integer("train", "batch_size", self.batch_size, low=1)
-        checks.number("train", "lr", self.lr, above=0)
-        checks.number("train", "momentum", self.momentum, low=0, below=1)
-        if self.clients_per_round is not None:
-            checks.integer("train", "clients_per_round", self.clients_per_round, low=1, high=self.clients)
-        if self.evaluate_every is not None:
-            checks.integer("train", "evaluate_every", self.evaluate_every, low=1)
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What came of a training.
-
-    Args:
-        task: the task at the trained weights.
-        accuracy: on the test images, in [0, 1].
-        loss: on the test images.
-        round_seconds: mean time of a round: gradients, defense, aggregation; not encoding, not evaluation.
-        upload_bytes: mean length of what one client encodes and sends: its update, and what it announces.
-        download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
-        history: (round, accuracy) at each evaluation.
-        diverged: the round in which gradients or weights stopped being finite and the training ended; else None.
-        privacy: the (epsilon, delta) of the client that spent most; None: the defense carries no such guarantee.
-
-    Example:
-        >>> TrainingResult.__dataclass_fields__["accuracy"].type
-        <class 'float'>
-    """
-
-    task: Task
-    accuracy: float
-    loss: float
-    round_seconds: float
-    upload_bytes: float
-    download_bytes: float
-    history: list[tuple[int, float]]
-    diverged: int | None = None
-    privacy: PrivacySpent | None = None
+DIVERGED_FACTOR = 10.0
+DIVERGED_ROUNDS = 5
+"""A training is stopped when its loss was above this multiple of its first, or of a blind guess's if that is larger,
+for so many rounds in a row."""
 
 
 def train(
@@ -110,8 +49,17 @@ def train(
     training: Training,
     *,
     progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[RoundRecord], None] | None = None,
+    execution: str = "auto",
+    transport: Transport | None = None,
+    checkpoint: Path | None = None,
+    resume: bool = False,
+    ram_bytes: int = RAM_BYTES,
 ) -> TrainingResult:
     """Train `task` on `dataset` with every client under `defense`; the given task is not changed.
+
+    The same task, data, defense, training and execution give the same weights to the bit on the same machine, also
+    when the training was interrupted and resumed.
 
     Args:
         task: model and loss at the initial weights.
@@ -119,101 +67,212 @@ def train(
         defense: what the clients do to their updates.
         training: rounds, clients, rates.
         progress: called with (rounds done, rounds in all).
+        watch: called with what was measured of each round.
+        execution: how the clients are worked on: ``"loop"``, ``"batch"``, ``"compile"`` or ``"auto"``, see
+            `gradveil.federation.clients`.
+        transport: what becomes of messages on their way to the server, for tests and experiments with faults. Only
+            with it are updates encoded, carried and checked as a server must check those of strangers.
+        checkpoint: folder for checkpoints; None: none are saved.
+        resume: go on from the checkpoint in that folder, if there is one.
+        ram_bytes: how much of the clients' memories stays in RAM; the rest goes to disk.
     """
     seed = training.seed
     public, private = split_public(dataset.train, seed)
-    shares = [
-        private[share]
-        for share in partition(
-            dataset.train.labels[private],
-            clients=training.clients,
-            scheme=training.scheme,
-            alpha=training.alpha,
-            classes_per_client=training.classes_per_client,
-            seed=seed,
-        )
-    ]
+    shares = deal(dataset.train, private, training)
+    initial = task
     task = defense.prepare(
         task,
         public=as_batch(task, dataset.train.batch(public)),
         generator=derived_generator(seed, "prepare", device=task.device),
     )
-    parameters, buffers = task.parameters, task.buffers
-    velocity = {name: torch.zeros_like(value) for name, value in parameters.items()}
-    memories: dict[int, dict[str, Tensor]] = defaultdict(dict)
-    server_memory: dict[str, Tensor] = {}
-    seconds, history = [], []
-    uploads: list[float] = []
-    downloads: list[float] = []
-    rounds_of: Counter[int] = Counter()
-    diverged = None
-
-    for number in range(training.rounds):
-        current = task.with_parameters(parameters, buffers)
-        chosen = torch.randperm(training.clients, generator=derived_generator(seed, "clients", number))
-        chosen = chosen[: training.clients_per_round]
-        drawn = {client: _draw(shares[client], training.batch_size, seed, number, client) for client in chosen.tolist()}
-        batches = {client: as_batch(task, dataset.train.batch(indices)) for client, indices in drawn.items()}
-        started = time.perf_counter()
-
-        def randomness(client: int, purpose: str, number: int = number) -> torch.Generator:
-            return derived_generator(seed, purpose, number, client, device=task.device)
-
-        try:
-            announced = _announcement(defense, current, batches, randomness, memories, training.local)
-            updates = [
-                defense.share(
-                    current,
-                    *batch,
-                    generator=randomness(client, "share"),
-                    memory=memories[client],
-                    public=announced,
-                    local=training.local,
-                )
-                for client, batch in batches.items()
-            ]
-        except NotFiniteError:
-            diverged = number
-            break
-        rounds_of.update(list(batches))  # a mapping would be read as counts
-        weights = [update.meta.samples for update in updates]
-        aggregate = defense.aggregate(updates, weights=weights, memory=server_memory, public=announced)
-        for name, value in aggregate.items():
-            velocity[name] = training.momentum * velocity[name] + value
-        moved = {name: value - training.lr * velocity[name] for name, value in parameters.items()}
-        if not all(torch.isfinite(value).all() for value in moved.values()):
-            diverged = number
-            break
-        parameters, buffers = moved, {**buffers, **aggregate.meta.buffers}
-        seconds.append(time.perf_counter() - started)
-
-        known = defense.locations(announced)
-        uploads += [len(wire.encode(update, locations=known)) for update in updates]
-        downloads.append(len(wire.encode(aggregate, locations=known)))
-        if known is not None:  # one client sends it up, all others have to fetch it
-            announcement = len(wire.encode_locations(known))
-            uploads[-1] += announcement
-            downloads[-1] += announcement * (len(updates) - 1) / len(updates)
-        done = number + 1
-        if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
-            history.append((done, evaluate(task.with_parameters(parameters, buffers), dataset.test)[0]))
-        if progress:
-            progress(done, training.rounds)
-
-    trained = task.with_parameters(parameters, buffers)
-    accuracy, loss = evaluate(trained, dataset.test)
-    history.append((len(seconds), accuracy))
-    return TrainingResult(
-        trained,
-        accuracy,
-        loss,
-        _mean(seconds),
-        _mean(uploads),
-        _mean(downloads),
-        history,
-        diverged,
-        _privacy_spent(defense, training, [len(share) for share in shares], rounds_of),
+    clients = Clients(task, defense, training, execution)
+    state = State(
+        task.parameters,
+        task.buffers,
+        ServerOptimiser(training, task.parameters),
+        ClientMemories(None if checkpoint is None else checkpoint / MEMORIES, ram_bytes),
     )
+    checkpoints = None
+    if checkpoint is not None:
+        checkpoints = Checkpoints(checkpoint, identify(initial, dataset, defense, training, clients.execution))
+        if resume:
+            checkpoints.load_into(state)
+        else:
+            checkpoints.refuse_existing()
+    federation = _Federation(task, dataset, defense, training, clients, shares, transport)
+
+    while state.number < training.rounds and state.diverged is None:
+        record = federation.round(state)
+        if watch and record:
+            watch(record)
+        if progress and record:
+            progress(state.number, training.rounds)
+        ended = state.number == training.rounds or state.diverged is not None
+        if checkpoints and (ended or state.number % training.checkpoint_every == 0):
+            checkpoints.save(state)
+
+    trained = task.with_parameters(state.parameters, state.buffers)
+    accuracy, loss = evaluate(trained, dataset.test)
+    records = state.records
+    return TrainingResult(
+        task=trained,
+        accuracy=accuracy,
+        loss=loss,
+        round_seconds=_mean(record.seconds for record in records),
+        upload_bytes=_mean(record.upload_bytes for record in records if record.clients),
+        download_bytes=_mean(record.download_bytes for record in records if record.clients),
+        history=[*state.history, (len(records), accuracy)],
+        diverged=state.diverged,
+        privacy=_privacy_spent(defense, training, [len(share) for share in shares], state.rounds_of),
+        rounds=records,
+        gradient_seconds=_mean(record.gradient_seconds for record in records),
+        defense_seconds=_mean(record.defense_seconds for record in records),
+        aggregation_seconds=_mean(record.aggregation_seconds for record in records),
+        faults=state.faults,
+        execution=clients.execution,
+    )
+
+
+class _Federation:
+    """The clients with their data, and the server: one `round` at a time."""
+
+    def __init__(
+        self,
+        task: Task,
+        dataset: Dataset,
+        defense: Defense,
+        training: Training,
+        clients: Clients,
+        shares: Sequence[Tensor],
+        transport: Transport | None,
+    ) -> None:
+        self._task, self._dataset, self._defense, self._training = task, dataset, defense, training
+        self._clients, self._shares, self._transport = clients, shares, transport
+
+    def round(self, state: State) -> RoundRecord | None:
+        """One round, from the drawing of clients to the step; None if the training has diverged before the step."""
+        number, training = state.number, self._training
+        current = self._task.with_parameters(state.parameters, state.buffers)
+        batches = self._draw(number)
+        loss = self._loss(current, batches)
+
+        started = time.perf_counter()
+        announced = _announcement(
+            self._defense, current, batches, self._randomness(number), state.memories, training.local
+        )
+        announcing = time.perf_counter() - started
+        shared = self._clients.share(current, batches, self._randomness(number), state.memories, announced)
+        state.rounds_of.update(list(shared.updates))  # a mapping would be read as counts
+        if not shared.updates:
+            state.diverged = number
+            return None
+        known = self._defense.locations(announced)
+        updates = self._arrived(state, current, batches, shared, known)
+
+        started = time.perf_counter()
+        if updates:
+            aggregate = self._defense.aggregate(
+                list(updates.values()),
+                weights=[update.meta.samples for update in updates.values()],
+                memory=state.server_memory,
+                public=announced,
+            )
+            moved = state.optimiser.step(state.parameters, aggregate, number)
+            if not all(torch.isfinite(value).all() for value in moved.values()):
+                state.diverged = number
+                return None
+            state.parameters, state.buffers = moved, {**state.buffers, **aggregate.meta.buffers}
+        aggregating = time.perf_counter() - started
+
+        state.number += 1
+        upload, download = _bytes(list(updates.values()), aggregate, known) if updates else (math.nan, math.nan)
+        record = RoundRecord(
+            round=number,
+            clients=len(updates),
+            loss=loss,
+            accuracy=self._accuracy(state),
+            gradient_seconds=shared.gradient_seconds,
+            defense_seconds=shared.defense_seconds + announcing,
+            aggregation_seconds=aggregating,
+            upload_bytes=upload,
+            download_bytes=download,
+        )
+        state.records.append(record)
+        if self._has_grown([record.loss for record in state.records]):
+            state.diverged = number
+        return record
+
+    def _draw(self, number: int) -> dict[int, Batch]:
+        """The clients of a round, and the images that each draws from its own."""
+        seed = self._training.seed
+        chosen = choose_clients(self._training, number)
+        drawn = [draw(self._shares[client], self._training.batch_size, seed, number, client) for client in chosen]
+        images, labels = as_batch(self._task, self._dataset.train.batch(torch.cat(drawn)))
+        sizes = [len(indices) for indices in drawn]
+        return dict(zip(chosen, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
+
+    def _randomness(self, number: int) -> Randomness:
+        return lambda client, purpose: derived_generator(
+            self._training.seed, purpose, number, client, device=self._task.device
+        )
+
+    @torch.no_grad()
+    def _loss(self, task: Task, batches: Mapping[int, Batch]) -> float:
+        images = torch.cat([images for images, _ in batches.values()])[:LOSS_IMAGES]
+        labels = torch.cat([labels for _, labels in batches.values()])[:LOSS_IMAGES]
+        return float(F.cross_entropy(task.predict(images), labels))
+
+    def _arrived(
+        self, state: State, task: Task, batches: Mapping[int, Batch], shared: Shared, known: Public | None
+    ) -> dict[int, Update]:
+        """The updates that the server accepts; what it misses or refuses is noted."""
+        number, training = state.number, self._training
+        state.faults += [Fault(number, client, NOT_FINITE, reason) for client, reason in shared.failed.items()]
+        for update in shared.updates.values():
+            update.meta.round = number
+        if self._transport is None:
+            return shared.updates
+        images, _ = next(iter(batches.values()))
+        inbox = Inbox(
+            number,
+            list(shared.updates),
+            state.parameters,
+            buffers=task.updated_buffers(images),
+            most_samples=training.batch_size,
+            local=training.local,
+            locations=known,
+        )
+        for client, update in shared.updates.items():
+            for message in self._transport(number, client, wire.encode(update, locations=known)):
+                inbox.receive(client, message)
+        updates, faults = inbox.close()
+        state.faults += faults
+        return updates
+
+    def _accuracy(self, state: State) -> float | None:
+        """At every so many rounds; after the last one it is measured anyway."""
+        every, done = self._training.evaluate_every, state.number
+        if not every or done % every or done == self._training.rounds:
+            return None
+        accuracy, _ = evaluate(self._task.with_parameters(state.parameters, state.buffers), self._dataset.test)
+        state.history.append((done, accuracy))
+        return accuracy
+
+    def _has_grown(self, losses: Sequence[float]) -> bool:
+        limit = DIVERGED_FACTOR * max(losses[0], math.log(self._task.classes))
+        latest = losses[1:][-DIVERGED_ROUNDS:]
+        return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN has grown, too
+
+
+def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -> tuple[float, float]:
+    """What a client sends and gets back, on average."""
+    upload = fmean(len(wire.encode(update, locations=known)) for update in updates[:ENCODED_CLIENTS])
+    download = float(len(wire.encode(aggregate, locations=known)))
+    if known is not None:  # one client sends it up, all others have to fetch it
+        announcement = len(wire.encode_locations(known))
+        upload += announcement / len(updates)
+        download += announcement * (len(updates) - 1) / len(updates)
+    return upload, download
 
 
 def _privacy_spent(
@@ -235,17 +294,17 @@ def _privacy_spent(
 def _announcement(
     defense: Defense,
     task: Task,
-    batches: Mapping[int, tuple[Tensor, Tensor]],
-    randomness: Callable[[int, str], torch.Generator],
-    memories: Mapping[int, dict[str, Tensor]],
+    batches: Mapping[int, Batch],
+    randomness: Randomness,
+    memories: ClientMemories,
     local: LocalSteps | None,
-) -> Mapping[str, Tensor] | None:
-    """What the elected client, the first of the round, announces; if the server has to refuse it, the next one's."""
+) -> Public | None:
+    """What the elected client, the first of the round, announces; if it has to be refused, the next one's."""
     for client, batch in batches.items():
-        announced = defense.announce(
-            task, *batch, generator=randomness(client, "announce"), memory=memories[client], local=local
-        )
         try:
+            announced = defense.announce(
+                task, *batch, generator=randomness(client, "announce"), memory=memories[client], local=local
+            )
             defense.check_public(announced, task.parameters)
         except InputError:
             continue
@@ -253,7 +312,8 @@ def _announcement(
     return None
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
     return fmean(values) if values else math.nan
 
 
@@ -266,6 +326,32 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
         )
     shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))
     return shuffled[:PUBLIC_SAMPLES], shuffled[PUBLIC_SAMPLES:]
+
+
+def deal(train_split: Split, private: Tensor, training: Training) -> list[Tensor]:
+    """The indices of the images that each client holds."""
+    shares = partition(
+        train_split.labels[private],
+        clients=training.clients,
+        scheme=training.scheme,
+        alpha=training.alpha,
+        classes_per_client=training.classes_per_client,
+        seed=training.seed,
+    )
+    return [private[share] for share in shares]
+
+
+def choose_clients(training: Training, number: int) -> list[int]:
+    """The clients of round `number`, in the order in which they are asked."""
+    order = torch.randperm(training.clients, generator=derived_generator(training.seed, "clients", number))
+    chosen: list[int] = order[: training.clients_per_round].tolist()
+    return chosen
+
+
+def draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -> Tensor:
+    """The images that a client draws from its own in round `number`."""
+    order = torch.randperm(len(share), generator=derived_generator(seed, "batch", number, client))
+    return share[order[:batch_size]]
 
 
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
@@ -286,11 +372,6 @@ def performance_maintenance(accuracy: float, baseline: float, test: Split) -> fl
     """
     chance = float(test.labels.bincount().max()) / len(test)
     return None if baseline < chance + 0.25 * (1 - chance) else accuracy / baseline
-
-
-def _draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -> Tensor:
-    order = torch.randperm(len(share), generator=derived_generator(seed, "batch", number, client))
-    return share[order[:batch_size]]
 
 
 def as_batch(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,173 @@
+"""What a federated training is asked to do, and what comes of it."""
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gradveil import checks
+from gradveil.accounting import PrivacySpent
+from gradveil.federation.faults import Fault
+from gradveil.task import Task
+from gradveil.update import LocalSteps
+
+OPTIMISERS = ("sgd", "adam")
+SCHEDULES = ("constant", "step", "cosine")
+MILESTONES = (0.5, 0.75)
+"""After these shares of the rounds, ``schedule="step"`` goes on with a tenth of the learning rate."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a federation trains: FedSGD, or FedAvg with `local` steps, and a server that optimises with what arrives.
+
+    Args:
+        rounds: number of rounds.
+        clients: number of clients that share the training images.
+        clients_per_round: clients drawn each round; None: all of them.
+        batch_size: images a client draws from its own each round; its local steps go over these.
+        lr: the server's learning rate on the aggregated update.
+        momentum: the server's momentum; Adam's first decay rate.
+        optimiser: the server's: ``"sgd"`` or ``"adam"``.
+        schedule: of the server's learning rate: ``"constant"``; ``"step"``, a tenth after each of `MILESTONES`;
+            ``"cosine"``, down to 0 after the last round.
+        scheme: how images are dealt out: ``"iid"``, ``"dirichlet"`` or ``"classes"``.
+        alpha: concentration of ``"dirichlet"``.
+        classes_per_client: classes of ``"classes"``.
+        local: local steps (FedAvg); None: one gradient a round (FedSGD).
+        evaluate_every: rounds between evaluations; None: only at the end.
+        checkpoint_every: rounds between checkpoints, if a folder for them is given.
+        seed: everything random derives from it.
+
+    Example:
+        >>> training = Training(rounds=4, clients=4, lr=0.1, schedule="cosine")
+        >>> [round(training.learning_rate(number), 3) for number in range(4)]
+        [0.1, 0.085, 0.05, 0.015]
+    """
+
+    rounds: int = 200
+    clients: int = 10
+    clients_per_round: int | None = None
+    batch_size: int = 32
+    lr: float = 0.015
+    momentum: float = 0.9
+    scheme: str = "iid"
+    alpha: float = 0.5
+    classes_per_client: int = 2
+    local: LocalSteps | None = None
+    evaluate_every: int | None = None
+    seed: int = 0
+    optimiser: str = "sgd"
+    schedule: str = "constant"
+    checkpoint_every: int = 10
+
+    def __post_init__(self) -> None:
+        checks.integer("train", "rounds", self.rounds, low=1)
+        checks.integer("train", "clients", self.clients, low=1)
+        checks.integer("train", "batch_size", self.batch_size, low=1)
+        checks.number("train", "lr", self.lr, above=0)
+        checks.number("train", "momentum", self.momentum, low=0, below=1)
+        if self.clients_per_round is not None:
+            checks.integer("train", "clients_per_round", self.clients_per_round, low=1, high=self.clients)
+        if self.evaluate_every is not None:
+            checks.integer("train", "evaluate_every", self.evaluate_every, low=1)
+        checks.choice("train", "optimiser", self.optimiser, OPTIMISERS)
+        checks.choice("train", "schedule", self.schedule, SCHEDULES)
+        checks.integer("train", "checkpoint_every", self.checkpoint_every, low=1)
+
+    @property
+    def drawn_clients(self) -> int:
+        """Clients drawn each round."""
+        return self.clients if self.clients_per_round is None else self.clients_per_round
+
+    def learning_rate(self, number: int) -> float:
+        """The server's learning rate in round `number`, counted from 0."""
+        done = number / self.rounds
+        if self.schedule == "step":
+            return self.lr * 0.1 ** sum(done >= milestone for milestone in MILESTONES)
+        if self.schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * done)) / 2
+        return self.lr
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """What was measured of one round.
+
+    Args:
+        round: its number, from 0.
+        clients: how many clients' updates were averaged.
+        loss: mean training loss on images the clients drew (at most `local.LOSS_IMAGES`), before the step.
+        accuracy: on the test images after the step, if the round was evaluated.
+        gradient_seconds: time of the clients' gradients or local steps. A defense that makes the gradient of every
+            step itself has no such part; there it is what undefended clients would have taken.
+        defense_seconds: time that the defense added to it.
+        aggregation_seconds: time of the server: aggregation and step.
+        upload_bytes: mean length of what a client sent.
+        download_bytes: mean length of what a client got back.
+
+    Example:
+        >>> RoundRecord(0, 10, 2.3, None, 0.2, 0.01, 0.01, 80_000.0, 80_000.0).seconds
+        0.22
+    """
+
+    round: int
+    clients: int
+    loss: float
+    accuracy: float | None
+    gradient_seconds: float
+    defense_seconds: float
+    aggregation_seconds: float
+    upload_bytes: float
+    download_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Time of the round without encoding, evaluation and checkpoints."""
+        return round(self.gradient_seconds + self.defense_seconds + self.aggregation_seconds, 9)
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What came of a training.
+
+    Args:
+        task: the task at the trained weights.
+        accuracy: on the test images, in [0, 1].
+        loss: on the test images.
+        round_seconds: mean time of a round: gradients, defense, aggregation; not encoding, not evaluation.
+        upload_bytes: mean length of what one client encodes and sends: its update, and what it announces.
+        download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
+        history: (round, accuracy) at each evaluation.
+        diverged: the round in which the training was stopped, because no client's gradients or no weights were finite
+            or because the loss had grown; else None.
+        privacy: the (epsilon, delta) of the client that spent most; None: the defense carries no such guarantee.
+        rounds: what was measured of each round.
+        gradient_seconds, defense_seconds, aggregation_seconds: means over the rounds, see `RoundRecord`.
+        faults: what clients did wrong, one by one; none of it was averaged.
+        execution: how the clients were worked on, see `gradveil.federation.clients`.
+
+    Example:
+        >>> TrainingResult.__dataclass_fields__["accuracy"].type
+        <class 'float'>
+    """
+
+    task: Task
+    accuracy: float
+    loss: float
+    round_seconds: float
+    upload_bytes: float
+    download_bytes: float
+    history: list[tuple[int, float]]
+    diverged: int | None = None
+    privacy: PrivacySpent | None = None
+    rounds: list[RoundRecord] = field(default_factory=list)
+    gradient_seconds: float = math.nan
+    defense_seconds: float = math.nan
+    aggregation_seconds: float = math.nan
+    faults: list[Fault] = field(default_factory=list)
+    execution: str = "loop"
+
+    @property
+    def fault_counts(self) -> dict[str, int]:
+        """How often each kind of fault happened."""
+        return dict(Counter(fault.kind for fault in self.faults))
