@@ -35,6 +35,59 @@ def test_it_learns_and_reports(two_blobs):
     assert result.round_seconds > 0
 
 
+@pytest.mark.parametrize("local", [None, gradveil.LocalSteps(epochs=2, batch_size=5, lr=0.05, momentum=0.5)])
+@pytest.mark.parametrize(
+    "spec", ["none", "gaussian-noise:std=0.01", "aligned-dual-pruning", "dual-pruning+error-feedback", "quantization"]
+)
+def test_a_batched_training_equals_the_loop(two_blobs, spec, local):
+    """Every client has another number of images, some fewer than they may draw."""
+    training = dataclasses.replace(QUICK, rounds=3, clients=12, scheme="dirichlet", alpha=0.3, local=local)
+    one, other = (
+        train(task_for(two_blobs), two_blobs, gradveil.defense(spec), training, execution=execution)
+        for execution in ("loop", "batch")
+    )
+    assert (one.execution, other.execution) == ("loop", "batch")
+    for name, value in one.task.parameters.items():
+        torch.testing.assert_close(other.task.parameters[name], value, rtol=1e-5, atol=1e-5)
+    assert [record.loss for record in one.rounds] == pytest.approx([record.loss for record in other.rounds], rel=1e-4)
+
+
+def test_every_round_is_measured(two_blobs):
+    seen = []
+    training = dataclasses.replace(QUICK, clients=20, clients_per_round=5)
+    result = train(task_for(two_blobs), two_blobs, gradveil.defense("top-k"), training, watch=seen.append)
+    assert seen == result.rounds
+    assert [record.round for record in seen] == list(range(6))
+    assert all(record.clients == 5 for record in seen)
+    assert all(min(r.gradient_seconds, r.defense_seconds, r.aggregation_seconds) > 0 for r in seen)
+    total = result.gradient_seconds + result.defense_seconds + result.aggregation_seconds
+    assert result.round_seconds == pytest.approx(total)
+    assert [(r.round + 1, r.accuracy) for r in seen if r.accuracy is not None] == result.history[:-1]
+    assert seen[0].loss == pytest.approx(0.69, abs=0.1)  # two classes, nothing learned yet
+    assert result.upload_bytes == pytest.approx(sum(record.upload_bytes for record in seen) / 6)
+
+
+def test_one_server_step_of_adam_moves_every_weight_by_the_learning_rate(two_blobs):
+    task = task_for(two_blobs, activation="sigmoid")
+    training = Training(rounds=1, clients=4, lr=0.01, optimiser="adam")
+    result = train(task, two_blobs, gradveil.defense("none"), training)
+    for name, value in task.parameters.items():
+        moved = (result.task.parameters[name] - value).abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-2, atol=1e-4)
+
+
+def test_a_loss_that_stays_high_ends_the_training(two_blobs):
+    """Finite all along: a learning rate that makes the logits huge, and a blind guess's loss is 0.69."""
+    result = train(
+        task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=60, lr=300.0)
+    )
+    assert result.diverged is not None
+    losses = [record.loss for record in result.rounds]
+    assert len(losses) == result.diverged + 1 < 60
+    assert all(loss > 10 * losses[0] for loss in losses[-5:])
+    assert not all(loss > 10 * losses[0] for loss in losses[-6:-1])
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_one_does_not(two_blobs):
     def final(seed):
         training = dataclasses.replace(QUICK, seed=seed)

@@ -209,7 +209,7 @@ class _Federation:
         drawn = [draw(self._shares[client], self._training.batch_size, seed, number, client) for client in chosen]
         images, labels = as_batch(self._task, self._dataset.train.batch(torch.cat(drawn)))
         sizes = [len(indices) for indices in drawn]
-        return dict(zip(chosen, zip(images.split(sizes), labels.split(sizes), strict=True), strict=True))
+        return dict(zip(chosen, zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True), strict=True))
 
     def _randomness(self, number: int) -> Randomness:
         return lambda client, purpose: derived_generator(

@@ -5,7 +5,9 @@ all; tensors that are mostly zero are stored as positions and values. A file is 
 version, so that the versions a checkpoint refers to stay until the next checkpoint.
 """
 
+import shutil
 import tempfile
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -40,7 +42,6 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
     def __init__(self, folder: Path | None = None, ram_bytes: int = RAM_BYTES) -> None:
         self.ram_bytes = checks.integer("memory", "ram_bytes", ram_bytes, low=0)
         self._folder = folder
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._loaded: OrderedDict[int, dict[str, Tensor]] = OrderedDict()  # the most recently used one comes last
         self._changed: set[int] = set()
         self._versions: dict[int, int] = {}  # of the files
@@ -84,8 +85,8 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         self._used = 0
         self._versions, self._kept = dict(versions), dict(versions)
         wanted = {self._path(client, version) for client, version in versions.items()}
-        for path in self.folder.glob("*.safetensors"):
-            if path not in wanted:
+        for path in self.folder.glob("client-*"):
+            if path not in wanted:  # newer than the checkpoint, or cut short
                 path.unlink()
         for path in sorted(wanted):
             if not path.exists():
@@ -98,8 +99,8 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
     def folder(self) -> Path:
         """Where the files are."""
         if self._folder is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="gradveil-memory-")
-            self._folder = Path(self._temporary.name)
+            self._folder = Path(tempfile.mkdtemp(prefix="gradveil-memory-"))
+            weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
 
