@@ -98,7 +98,7 @@ def not_finite(rng):
 
 def another_shape(rng):
     name = rng.choice(list(MODEL))
-    shape = rng.choice([[1], [], [*MODEL[name].shape, 1], [MODEL[name].numel() + 1], MODEL[name].shape[::-1] + (2,)])
+    shape = rng.choice([[1], [], [*MODEL[name].shape, 1], [MODEL[name].numel() + 1], (*MODEL[name].shape[::-1], 2)])
     return wire.encode(honest(values={**MODEL, name: torch.zeros(shape)}))
 
 
@@ -137,7 +137,7 @@ def other_statistics(rng):
     return wire.encode(honest(buffers=rng.choice(bad)))
 
 
-def locations(rng):
+def locations(_rng):
     return wire.encode_locations({name: torch.ones(value.shape, dtype=torch.bool) for name, value in MODEL.items()})
 
 
@@ -203,7 +203,7 @@ def weights_of(result):
     return torch.cat([value.flatten() for value in result.task.parameters.values()])
 
 
-def deliver(number, client, message):
+def deliver(_number, _client, message):
     return [message]
 
 
@@ -220,7 +220,7 @@ def test_a_faultless_transport_changes_nothing(two_blobs):
 def test_no_message_at_all_leaves_the_model_as_it_was(two_blobs):
     rng = random.Random(3)
     task = normed_task(two_blobs)
-    for transport in (lambda *_: [], lambda n, c, m: [mutated(m, rng) + b"\0"]):
+    for transport in (lambda *_: [], lambda _number, _client, m: [mutated(m, rng) + b"\0"]):
         result = train(task, two_blobs, gradveil.defense("none"), TRAINING, transport=transport)
         assert all(torch.equal(result.task.parameters[name], value) for name, value in task.parameters.items())
         assert all(torch.equal(result.task.buffers[name], value) for name, value in task.buffers.items())

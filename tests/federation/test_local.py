@@ -40,16 +40,19 @@ def test_it_learns_and_reports(two_blobs):
     "spec", ["none", "gaussian-noise:std=0.01", "aligned-dual-pruning", "dual-pruning+error-feedback", "quantization"]
 )
 def test_a_batched_training_equals_the_loop(two_blobs, spec, local):
-    """Every client has another number of images, some fewer than they may draw."""
+    """Every client has another number of images, some fewer than they may draw.
+
+    In double precision, so that no rounding moves a value across a threshold; see test_clients.py for single.
+    """
+    task = task_for(two_blobs).to(torch.float64)
     training = dataclasses.replace(QUICK, rounds=3, clients=12, scheme="dirichlet", alpha=0.3, local=local)
     one, other = (
-        train(task_for(two_blobs), two_blobs, gradveil.defense(spec), training, execution=execution)
-        for execution in ("loop", "batch")
+        train(task, two_blobs, gradveil.defense(spec), training, execution=execution) for execution in ("loop", "batch")
     )
     assert (one.execution, other.execution) == ("loop", "batch")
     for name, value in one.task.parameters.items():
-        torch.testing.assert_close(other.task.parameters[name], value, rtol=1e-5, atol=1e-5)
-    assert [record.loss for record in one.rounds] == pytest.approx([record.loss for record in other.rounds], rel=1e-4)
+        torch.testing.assert_close(other.task.parameters[name], value, rtol=1e-9, atol=1e-9)
+    assert [record.loss for record in one.rounds] == pytest.approx([record.loss for record in other.rounds], rel=1e-9)
 
 
 def test_every_round_is_measured(two_blobs):
@@ -73,7 +76,8 @@ def test_one_server_step_of_adam_moves_every_weight_by_the_learning_rate(two_blo
     result = train(task, two_blobs, gradveil.defense("none"), training)
     for name, value in task.parameters.items():
         moved = (result.task.parameters[name] - value).abs()
-        torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=1e-2, atol=1e-4)
+        assert moved.max() < 0.0101
+        assert moved.quantile(0.05) > 0.0099  # but those whose gradients are no larger than epsilon
 
 
 def test_a_loss_that_stays_high_ends_the_training(two_blobs):
