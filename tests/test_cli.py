@@ -196,3 +196,50 @@ def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
     assert f"gradveil audit --resume --out '{folder}'" in err
     assert "Traceback" not in err
     assert results.read_bytes().count(b"\n") == 6
+
+
+COMPARED = "train --model mlp --rounds 4 --clients 4 --batch-size 8 --compare top-k:keep=0.1 --compare gaussian-noise"
+
+
+def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path):
+    folder = tmp_path / "out"
+    code, out, err = gradveil_command(*COMPARED.split(), "--out", folder, "--json")
+    assert code == 0
+    trainings = json.loads(out)["trainings"]
+    assert [row["defense"] for row in trainings] == ["none", "top-k:keep=0.1", "gaussian-noise:std=0.01"]
+    assert len({row["rounds"][0]["loss"] for row in trainings}) == 1  # the same images at the same weights
+    none = trainings[0]["accuracy"]
+    assert [row["pmm"] for row in trainings] in (
+        [None] * 3,
+        pytest.approx([row["accuracy"] / none for row in trainings]),
+    )
+    assert "top-k:keep=0.1 (2 of 3): round 4 of 4, loss " in err
+    page = (folder / "training.html").read_text()
+    assert "gaussian-noise:std=0.01" in page
+    assert page.count("<path d=") >= 6  # two charts of three lines
+    assert "http" not in page
+    # It goes on by its folder alone; all is there already, so nothing runs.
+    code, out, err = gradveil_command("train", "--resume", "--out", folder)
+    assert code == 0
+    assert "round 4 of 4" not in err
+    assert "PMM" in out
+    code, _, err = gradveil_command(*COMPARED.split(), "--out", folder)
+    assert code == 2
+    assert "holds a training already; go on with --resume or choose another --out" in err
+    code, _, err = gradveil_command("train", "--resume", "--out", folder, "--lr", 0.7)
+    assert code == 2
+    assert "lr was 0.05, is 0.7" in err
+    code, out, _ = gradveil_command("train", "--resume", "--out", folder, "--compare", "quantization", "--json")
+    assert code == 0  # nothing of what was refused has been kept, and another defense can be added
+    assert [row["defense"].split(":")[0] for row in json.loads(out)["trainings"]] == [
+        "none",
+        "top-k",
+        "gaussian-noise",
+        "quantization",
+    ]
+
+
+def test_train_resumes_only_where_there_is_a_folder(gradveil_command):
+    code, _, err = gradveil_command("train", "--resume")
+    assert code == 2
+    assert "train: --resume needs --out" in err

@@ -4,8 +4,10 @@ import dataclasses
 import inspect
 import json
 import math
+import re
 import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 import gradveil
@@ -25,12 +27,16 @@ from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
+from gradveil.audit.store import Row, prepare_folder, write_json
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
-from gradveil.errors import GradveilError, ParameterError
-from gradveil.federation import Training, TrainingResult
+from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
+from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
+from gradveil.federation.local import performance_maintenance
 from gradveil.registry import Registry, parse_spec
+from gradveil.report.curves import Curve, lay_out, sparkline
+from gradveil.report.curves import write as write_curves
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 
@@ -159,85 +165,307 @@ def _words(step: Step) -> str:
 
 @app.command()
 def train(
+    context: typer.Context,
     dataset: Annotated[str, typer.Option(help="Name or path of the data.")] = "mnist",
     model: Annotated[str, typer.Option(help="Model, e.g. lenet:activation=relu.")] = "mnist-cnn",
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
+    compare: Annotated[
+        list[str] | None, typer.Option(help="Train under this defense too, with the same seeds; repeatable.")
+    ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 100,
     clients: Annotated[int, typer.Option(help="Clients that share the training images.")] = 10,
     clients_per_round: Annotated[int | None, typer.Option(help="Clients drawn each round; default: all.")] = None,
     batch_size: Annotated[int, typer.Option(help="Images a client draws each round.")] = 32,
     lr: Annotated[float, typer.Option(help="The server's learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="The server's momentum.")] = 0.9,
+    optimiser: Annotated[str, typer.Option(help="The server's: sgd or adam.")] = "sgd",
+    schedule: Annotated[str, typer.Option(help="Of the learning rate: constant, step or cosine.")] = "constant",
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:classes_per_client=2.")] = "iid",
     local_epochs: Annotated[
         int | None, typer.Option(help="FedAvg: local passes over the drawn images; default: FedSGD.")
     ] = None,
     local_lr: Annotated[float, typer.Option(help="FedAvg: learning rate of the local steps.")] = 0.05,
     local_batch: Annotated[int | None, typer.Option(help="FedAvg: images a local step; default: all drawn.")] = None,
+    local_momentum: Annotated[float, typer.Option(help="FedAvg: momentum of the local steps.")] = 0.0,
+    evaluate_every: Annotated[
+        int | None, typer.Option(help="Rounds between evaluations; default: a tenth of all.")
+    ] = None,
+    execution: Annotated[str, typer.Option(help="Clients in a loop, batch, compile; auto: by size.")] = "auto",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Folder for checkpoints, training.json and the plot, training.html.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --out.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Train one model federatedly under one defense: accuracy, loss, round time, bytes."""
-    chosen = create_defense(defense)
-    scheme, shares = parse_spec(partition)
-    known = {"dirichlet": {"alpha"}, "classes": {"classes_per_client"}}.get(scheme, set())
-    if shares.keys() - known:
-        raise ParameterError(f"train: partition {scheme} takes {', '.join(known) or 'no parameters'}, got {partition}")
-    local = None if local_epochs is None else LocalSteps(local_epochs, local_batch, local_lr)
-    training = Training(
+    """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
+    settings = _TrainSettings(
+        dataset=dataset,
+        model=model,
+        defense=defense,
+        compare=compare,
         rounds=rounds,
         clients=clients,
         clients_per_round=clients_per_round,
         batch_size=batch_size,
         lr=lr,
         momentum=momentum,
-        scheme=scheme,
-        local=local,
-        evaluate_every=max(1, rounds // 10),
+        optimiser=optimiser,
+        schedule=schedule,
+        partition=partition,
+        local_epochs=local_epochs,
+        local_lr=local_lr,
+        local_batch=local_batch,
+        local_momentum=local_momentum,
+        evaluate_every=evaluate_every,
+        execution=execution,
         seed=seed,
-        **shares,
     )
-    name, parameters = parse_spec(dataset)
-    loaded = datasets.load(name, **parameters)
-    shape, classes = loaded.train.input_shape, len(loaded.classes)
-    model_name, model_parameters = parse_spec(model)
-    net = models.create(model_name, input_shape=shape, classes=classes, seed=seed, **model_parameters)
-    task = Task(net, input_shape=shape, classes=classes)
+    if output is not None:
+        settings = _remember(settings, context, output, resume)
+    elif resume:
+        raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
+    defenses = [create_defense(spec) for spec in settings.specs]
+    training, task, loaded = settings.training(), *settings.load()
     torch.set_num_threads(choose_threads(task.size))
-    with _progress_bar() as show:
-        result = run_training(
-            task,
-            loaded,
-            chosen,
-            training,
-            progress=lambda done, total: show(f"round {done} of {total}", done / total),
-        )
+    results: dict[str, TrainingResult] = {}
+    try:
+        for number, chosen in enumerate(defenses, 1):
+            name = str(chosen) if len(defenses) == 1 else f"{chosen} ({number} of {len(defenses)})"
+            with _live_training(name, training.rounds) as watch:
+                results[str(chosen)] = run_training(
+                    task,
+                    loaded,
+                    chosen,
+                    training,
+                    watch=watch,
+                    execution=settings.execution,
+                    checkpoint=None if output is None else output / "checkpoints" / _slug(str(chosen)),
+                    resume=resume,
+                )
+    except KeyboardInterrupt:
+        if output is None:
+            say("stopped; nothing was kept, for there was no --out")
+        else:
+            say(f"stopped. Go on with: {shlex.join(['gradveil', 'train', '--resume', '--out', str(output)])}")
+        raise typer.Exit(INTERRUPTED) from None
+    described = [_described(spec, result, results, loaded.test) for spec, result in results.items()]
+    whole: dict[str, Any] = {"dataset": settings.dataset, "model": settings.model}
+    whole |= described[0] if len(described) == 1 else {"trainings": described}
+    table = _training_rows(results, described)
+    if output is not None:
+        write_json(output / "training.json", whole)
+        page = _write_curves(output, f"{settings.model} on {settings.dataset}", results, table)
+        say(f"plot: {page}")
     if as_json:
-        figures = {f.name: getattr(result, f.name) for f in dataclasses.fields(result) if f.name != "task"}
-        figures["privacy"] = result.privacy and str(result.privacy)
-        figures["epsilon"] = result.privacy and result.privacy.epsilon
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
-        out.print_json(json.dumps({"defense": str(chosen), "dataset": dataset, "model": model, **finite}))
+        out.print_json(json.dumps(whole))
         return
-    if result.diverged is not None:
-        say(f"note: the training diverged in round {result.diverged + 1} and was stopped; lower --lr")
-    out.print(_training_table(str(chosen), result))
-    if result.privacy is not None:
-        out.print(f"differential privacy: {result.privacy}", markup=False, soft_wrap=True)
+    for spec, result in results.items():
+        if result.diverged is not None:
+            say(f"note: the training under {spec} diverged in round {result.diverged + 1} and was stopped; lower --lr")
+        for kind, count in result.fault_counts.items():
+            say(f"note: under {spec}, {count} updates were left out: {kind}")
+    _print_training_table(f"training {settings.model} on {settings.dataset}", results, table)
+    for spec, result in results.items():
+        if result.privacy is not None:
+            whose = "" if len(results) == 1 else f" of {spec}"
+            out.print(f"differential privacy{whose}: {result.privacy}", markup=False, soft_wrap=True)
 
 
-def _training_table(defense: str, result: TrainingResult) -> Table:
-    table = Table(title=f"training under {defense}")
-    for heading in ("accuracy", "loss", "seconds a round", "bytes up", "bytes down"):
-        table.add_column(heading, justify="right")
-    table.add_row(
-        f"{result.accuracy:.1%}",
-        f"{result.loss:.3f}",
-        f"{result.round_seconds:.3f}",
-        f"{result.upload_bytes:,.0f}",
-        f"{result.download_bytes:,.0f}",
+@dataclasses.dataclass(frozen=True)
+class _TrainSettings:
+    """All that decides what a training command trains; the names are those of the options."""
+
+    dataset: str
+    model: str
+    defense: str
+    compare: list[str] | None
+    rounds: int
+    clients: int
+    clients_per_round: int | None
+    batch_size: int
+    lr: float
+    momentum: float
+    optimiser: str
+    schedule: str
+    partition: str
+    local_epochs: int | None
+    local_lr: float
+    local_batch: int | None
+    local_momentum: float
+    evaluate_every: int | None
+    execution: str
+    seed: int
+
+    @property
+    def specs(self) -> list[str]:
+        """The defenses, each once; the undefended training comes first where others are compared with it."""
+        asked = [self.defense, *(self.compare or [])]
+        wanted = ["none", *asked] if len(asked) > 1 else asked
+        return list(dict.fromkeys(str(create_defense(spec)) for spec in wanted))
+
+    def training(self) -> Training:
+        scheme, shares = parse_spec(self.partition)
+        known = {"dirichlet": {"alpha"}, "classes": {"classes_per_client"}}.get(scheme, set())
+        if shares.keys() - known:
+            takes = ", ".join(known) or "no parameters"
+            raise ParameterError(f"train: partition {scheme} takes {takes}, got {self.partition}")
+        local = None
+        if self.local_epochs is not None:
+            local = LocalSteps(self.local_epochs, self.local_batch, self.local_lr, self.local_momentum)
+        return Training(
+            rounds=self.rounds,
+            clients=self.clients,
+            clients_per_round=self.clients_per_round,
+            batch_size=self.batch_size,
+            lr=self.lr,
+            momentum=self.momentum,
+            optimiser=self.optimiser,
+            schedule=self.schedule,
+            scheme=scheme,
+            local=local,
+            evaluate_every=self.evaluate_every or max(1, self.rounds // 10),
+            seed=self.seed,
+            **shares,
+        )
+
+    def load(self) -> tuple[Task, datasets.Dataset]:
+        name, parameters = parse_spec(self.dataset)
+        loaded = datasets.load(name, **parameters)
+        shape, classes = loaded.train.input_shape, len(loaded.classes)
+        model_name, model_parameters = parse_spec(self.model)
+        net = models.create(model_name, input_shape=shape, classes=classes, seed=self.seed, **model_parameters)
+        return Task(net, input_shape=shape, classes=classes), loaded
+
+
+def _remember(settings: _TrainSettings, context: typer.Context, folder: Path, resume: bool) -> _TrainSettings:
+    """The settings, saved for the next time; on resuming those that were, but more defenses may be compared."""
+    prepare_folder(folder)
+    path = folder / "config.json"
+    if path.exists() and not resume:
+        raise OutputError(f"train: {folder} holds a training already; go on with --resume or choose another --out")
+    if path.exists():
+        saved = read_config(path)
+        given = {
+            name: value
+            for name, value in dataclasses.asdict(settings).items()
+            if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
+        }
+        unknown = dataclasses.asdict(settings).keys() ^ saved.keys()
+        if unknown:
+            raise DataError(f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}")
+        for name, value in given.items():
+            if name != "compare" and value != saved[name]:
+                change = f"{name} was {saved[name]}, is {value}"
+                raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
+        settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
+    settings.training()  # refuse what cannot be trained before it is saved
+    assert settings.specs
+    write_json(path, dataclasses.asdict(settings))
+    return settings
+
+
+def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Row:
+    """A training as JSON."""
+    figures: Row = {
+        field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "task"
+    }
+    figures["privacy"] = result.privacy and str(result.privacy)
+    figures["epsilon"] = result.privacy and result.privacy.epsilon
+    figures["rounds"] = [_finite(dataclasses.asdict(record)) for record in result.rounds]
+    figures["faults"] = [dataclasses.asdict(fault) for fault in result.faults]
+    undefended = results.get("none")
+    figures["pmm"] = undefended and performance_maintenance(result.accuracy, undefended.accuracy, test)
+    return {"defense": spec, **_finite(figures)}
+
+
+def _finite(figures: Row) -> Row:
+    """JSON has no word for NaN and infinity."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
+
+
+TRAINING_COLUMNS = (
+    "defense",
+    "accuracy",
+    "PMM",
+    "loss",
+    "seconds a round",
+    "defense's share",
+    "bytes up",
+    "bytes down",
+)
+
+
+def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> list[list[str]]:
+    return [
+        [
+            spec,
+            f"{result.accuracy:.1%}",
+            "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
+            f"{result.loss:.3f}",
+            f"{result.round_seconds:.3f}",
+            f"{result.defense_seconds / result.round_seconds:.0%}" if result.round_seconds > 0 else "-",
+            f"{result.upload_bytes:,.0f}",
+            f"{result.download_bytes:,.0f}",
+        ]
+        for (spec, result), row in zip(results.items(), described, strict=True)
+    ]
+
+
+def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> None:
+    table = Table(title=title)
+    for heading in TRAINING_COLUMNS:
+        table.add_column(heading, justify="left" if heading == "defense" else "right")
+    table.add_column("accuracy by round")
+    for row, result in zip(rows, results.values(), strict=True):
+        table.add_row(*row, sparkline([accuracy for _, accuracy in result.history]))
+    out.print(table)
+
+
+def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> Path:
+    accuracy = [Curve(spec, result.history) for spec, result in results.items()]
+    loss = [Curve(spec, [(r.round, r.loss) for r in result.rounds]) for spec, result in results.items()]
+    charts = [
+        lay_out("accuracy on the test images", accuracy, percent=True),
+        lay_out("training loss", loss, percent=False),
+    ]
+    return write_curves(folder / "training.html", f"Training {title}", charts, TRAINING_COLUMNS, rows)
+
+
+def _slug(text: str) -> str:
+    """A defense as the name of a folder."""
+    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")
+
+
+@contextmanager
+def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
+    """What a training is doing: a bar on a terminal, else a line now and then."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeRemainingColumn(),
     )
-    return table
+    started, first = time.perf_counter(), None
+    accuracy = "not evaluated yet"
+    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
+        line = bar.add_task(name, total=rounds, figures="")
+
+        def watch(record: RoundRecord) -> None:
+            nonlocal accuracy, first
+            first = record.round if first is None else first  # not 0 where a training is resumed
+            if record.accuracy is not None:
+                accuracy = f"accuracy {record.accuracy:.1%}"
+            done = record.round + 1
+            pace = (done - first) / (time.perf_counter() - started)
+            figures = f"loss {record.loss:.3f}, {accuracy}, {pace:.2g} rounds/s"
+            bar.update(line, completed=done, figures=figures)
+            if not talk.is_terminal and (done == rounds or done * 10 // rounds > record.round * 10 // rounds):
+                say(f"{name}: round {done} of {rounds}, {figures}")
+
+        yield watch
 
 
 # -- list ------------------------------------------------------------------------------------------------------------

@@ -36,8 +36,8 @@ def write(folder: Path) -> Path:
     sheet = BytesIO()
     overview(audit).save(sheet, format="PNG", optimize=True)
     page = render(audit).encode()
-    _replace(audit.folder / "overview.png", sheet.getvalue())
-    return _replace(audit.folder / "report.html", page)
+    replace(audit.folder / "overview.png", sheet.getvalue())
+    return replace(audit.folder / "report.html", page)
 
 
 def verdict(folder: Path) -> list[str]:
@@ -58,7 +58,7 @@ def render(audit: Audit) -> str:
         lines.append(Line("blind guess", score(audit.blind).psnr))
     shown = figures(audit)
     return (
-        _environment()
+        environment()
         .get_template("page.html.j2")
         .render(
             audit=audit,
@@ -81,18 +81,19 @@ def render(audit: Audit) -> str:
     )
 
 
-def _environment() -> Environment:
-    environment = Environment(
+def environment() -> Environment:
+    """The templates of this folder."""
+    made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["code"] = _code
-    environment.filters["breakable"] = _breakable
-    environment.filters["polyline"] = _polyline
-    return environment
+    made.filters["code"] = _code
+    made.filters["breakable"] = _breakable
+    made.filters["polyline"] = _polyline
+    return made
 
 
 def _code(sentence: str) -> Markup:
@@ -154,7 +155,7 @@ def _words(value: object) -> str:
     return str(value)
 
 
-def _replace(path: Path, content: bytes) -> Path:
+def replace(path: Path, content: bytes) -> Path:
     """Write a file so that nobody ever sees half of it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

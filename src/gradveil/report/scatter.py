@@ -131,8 +131,8 @@ def _try_layout(
     points: Sequence[Point], lines: Sequence[Line], width: float, height: float, numbered: bool
 ) -> Chart | None:
     plot = Box(46.0, 14.0, width - 46.0 - 14.0, height - 14.0 - 44.0)
-    x_low, x_high, x_step = _axis([point.x for point in points], room=0.06, least=0.05)
-    y_low, y_high, y_step = _axis([*(point.y for point in points), *(line.y for line in lines), 0.0], 0.05, 5.0)
+    x_low, x_high, x_step = axis([point.x for point in points], room=0.06, least=0.05)
+    y_low, y_high, y_step = axis([*(point.y for point in points), *(line.y for line in lines), 0.0], 0.05, 5.0)
 
     def to_x(value: float) -> float:
         return plot.left + plot.width * (value - x_low) / (x_high - x_low)
@@ -160,8 +160,8 @@ def _try_layout(
         width=width,
         height=height,
         plot=plot,
-        x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in _ticks(x_low, x_high, x_step)),
-        y_ticks=tuple(Mark(to_y(at), f"{at:g}", plot.left - 8) for at in _ticks(y_low, y_high, y_step)),
+        x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in ticks(x_low, x_high, x_step)),
+        y_ticks=tuple(Mark(to_y(at), f"{at:g}", plot.left - 8) for at in ticks(y_low, y_high, y_step)),
         lines=tuple(marks),
         markers=tuple(markers),
     )
@@ -241,7 +241,7 @@ def _line_marks(lines: Sequence[Line], to_y_values: Iterable[float]) -> list[Mar
     return [Mark(at, text, at - 5 if position == 0 else at + 14) for position, (at, text) in enumerate(marks)]
 
 
-def _axis(values: Sequence[float], room: float, least: float) -> tuple[float, float, float]:
+def axis(values: Sequence[float], room: float, least: float) -> tuple[float, float, float]:
     """Ends and tick step of an axis that holds `values` with some room around them."""
     span = max(max(values) - min(values), least)
     low, high = min(values) - room * span, max(values) + room * span
@@ -251,7 +251,8 @@ def _axis(values: Sequence[float], room: float, least: float) -> tuple[float, fl
     return low, high, step
 
 
-def _ticks(low: float, high: float, step: float) -> list[float]:
+def ticks(low: float, high: float, step: float) -> list[float]:
+    """The multiples of `step` from `low` to `high`."""
     return [round(index * step, 10) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
