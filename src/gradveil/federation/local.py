@@ -27,6 +27,18 @@ from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
 
+__all__ = [
+    "Training",
+    "TrainingResult",
+    "as_batch",
+    "choose_clients",
+    "deal",
+    "evaluate",
+    "performance_maintenance",
+    "split_public",
+    "train",
+]
+
 PUBLIC_SAMPLES = 100
 """Training images set aside as the public set that `Defense.prepare` may look at; no client holds them."""
 
@@ -206,7 +218,7 @@ class _Federation:
         """The clients of a round, and the images that each draws from its own."""
         seed = self._training.seed
         chosen = choose_clients(self._training, number)
-        drawn = [draw(self._shares[client], self._training.batch_size, seed, number, client) for client in chosen]
+        drawn = [_draw(self._shares[client], self._training.batch_size, seed, number, client) for client in chosen]
         images, labels = as_batch(self._task, self._dataset.train.batch(torch.cat(drawn)))
         sizes = [len(indices) for indices in drawn]
         return dict(zip(chosen, zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True), strict=True))
@@ -348,7 +360,7 @@ def choose_clients(training: Training, number: int) -> list[int]:
     return chosen
 
 
-def draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -> Tensor:
+def _draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -> Tensor:
     """The images that a client draws from its own in round `number`."""
     order = torch.randperm(len(share), generator=derived_generator(seed, "batch", number, client))
     return share[order[:batch_size]]

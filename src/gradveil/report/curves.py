@@ -127,7 +127,7 @@ def sparkline(values: Sequence[float], width: int = 16) -> str:
     """A few values as bars for a terminal; the lowest bar is 0, the highest is 1.
 
     >>> sparkline([0.1, 0.5, 0.9, 1.0])
-    '▁▄▇█'
+    '▁▅██'
     """
     step = max(1, math.ceil(len(values) / width))
     shown = [value for value in list(values)[::-1][::step][::-1] if math.isfinite(value)]

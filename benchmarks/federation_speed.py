@@ -1,0 +1,195 @@
+"""Rounds per second of the local engine, against a plain loop over clients and against Flower's simulation.
+
+Usage: python benchmarks/federation_speed.py [speed] [flower] [growth] [defenses] [where] [--threads N] [--rounds R]
+
+speed     lenet on MNIST, 100 clients, batch 1 and 16: the engine, batched (with --compile also compiled), against its
+          own execution="loop" and against a hand-written loop of torch.autograd over clients, without gradveil.
+          Goals: 3 times the engine's loop at batch 1, 2.5 times at batch 16.
+flower    the same job at batch 16 on Flower's simulation with two actors and with its default. Goal: 15 times.
+growth    10 to 2,000 clients a round at batch 4: seconds of a round for each client; flat is linear growth.
+defenses  what each defense adds to a round, as a share of it; the papers claim less than 10 %.
+where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP was chosen by.
+
+Without a name, all but flower and where run. A rate is taken from the times at which rounds ended, so encoding, the
+training loss and all other work between rounds counts; the first round warms up and does not. Each figure is the best
+of several parts of the run: other processes can only slow it down. Nothing is worth much unless the machine is idle.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import gradveil
+from gradveil import data, models
+from gradveil.data import Dataset
+from gradveil.federation import Training, train
+from gradveil.federation.local import _draw, as_batch, choose_clients, deal, split_public
+
+PARTS = ("speed", "flower", "growth", "defenses", "where")
+GOALS = {1: 3.0, 16: 2.5}
+GOAL_FLOWER = 15.0
+
+
+def build(dataset: Dataset, name: str = "lenet") -> gradveil.Task:
+    shape, classes = dataset.train.input_shape, len(dataset.classes)
+    model = models.create(name, input_shape=shape, classes=classes, seed=0)
+    return gradveil.Task(model, input_shape=shape, classes=classes)
+
+
+def seconds_a_round(run: Callable[[Callable[[int, int], None]], object], parts: int = 3) -> float:
+    """The fastest of several stretches of rounds after the first, by the times at which rounds ended."""
+    ends: list[float] = []
+    run(lambda _done, _total: ends.append(time.perf_counter()))
+    rounds = len(ends) - 1
+    if rounds < 1:
+        raise SystemExit("at least two rounds are needed: one warms up")
+    length = max(1, rounds // parts)
+    return min((ends[at + length] - ends[at]) / length for at in range(0, rounds - length + 1, length))
+
+
+def engine(
+    task: gradveil.Task, dataset: Dataset, training: Training, spec: str = "none", execution: str = "auto"
+) -> Any:
+    defense = gradveil.defense(spec)
+    return seconds_a_round(lambda tick: train(task, dataset, defense, training, progress=tick, execution=execution))
+
+
+def plain_loop(dataset: Dataset, training: Training, tick: Callable[[int, int], None]) -> None:
+    """What anybody would write: for every client a backward pass, then the mean and a momentum step."""
+    task = build(dataset)
+    model = task.copy_model()
+    parameters = list(model.parameters())
+    shares = deal(dataset.train, split_public(dataset.train, training.seed)[1], training)
+    velocity = [torch.zeros_like(value) for value in parameters]
+    for number in range(training.rounds):
+        clients = choose_clients(training, number)
+        mean: list[Tensor] = [torch.zeros_like(value) for value in parameters]
+        for client in clients:
+            indices = _draw(shares[client], training.batch_size, training.seed, number, client)
+            images, labels = as_batch(task, dataset.train.batch(indices))
+            gradients = torch.autograd.grad(F.cross_entropy(model(images), labels), parameters)
+            for total, gradient in zip(mean, gradients, strict=True):
+                total += gradient / len(clients)
+        with torch.no_grad():
+            for parameter, speed, gradient in zip(parameters, velocity, mean, strict=True):
+                speed.mul_(training.momentum).add_(gradient)
+                parameter -= training.lr * speed
+        tick(number + 1, training.rounds)
+
+
+def speed(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
+    task = build(dataset)
+    print(f"{'batch':>5} {'how':16} {'s a round':>10} {'rounds/s':>9} {'x loop':>7} {'x plain':>8} {'goal':>5}")
+    for batch_size, goal in GOALS.items():
+        training = Training(rounds=rounds, clients=clients, batch_size=batch_size)
+        times = {
+            "plain loop": seconds_a_round(lambda tick, training=training: plain_loop(dataset, training, tick)),
+            "engine, loop": engine(task, dataset, training, execution="loop"),
+            "engine, batch": engine(task, dataset, training, execution="batch"),
+        }
+        if compiled:
+            times["engine, compile"] = engine(task, dataset, training, execution="compile")
+        for how, taken in times.items():
+            of_loop, of_plain = times["engine, loop"] / taken, times["plain loop"] / taken
+            wanted = goal if how in ("engine, batch", "engine, compile") else ""
+            print(f"{batch_size:5} {how:16} {taken:10.4f} {1 / taken:9.2f} {of_loop:7.2f} {of_plain:8.2f} {wanted:>5}")
+
+
+def flower(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
+    from gradveil.federation.flower import simulate
+
+    task, defense = build(dataset), gradveil.defense("none")
+    training = Training(rounds=rounds, clients=clients, batch_size=16)
+    execution = "compile" if compiled else "batch"
+    ours = engine(task, dataset, training, execution=execution)
+    print(f"{'batch 16':26} {'s a round':>10} {'x':>7} {'goal':>5}")
+    print(f"{f'engine, {execution}':26} {ours:10.4f} {1:7.2f}")
+    for actors in (2, None):
+
+        def run(tick: Callable[[int, int], None], actors: int | None = actors) -> object:
+            return simulate(task, dataset, defense, training, actors=actors, progress=tick)
+
+        theirs = seconds_a_round(run)
+        how = f"Flower, {'default' if actors is None else f'{actors} actors'}"
+        print(f"{how:26} {theirs:10.4f} {theirs / ours:7.2f} {GOAL_FLOWER:5}")
+
+
+def growth(dataset: Dataset, rounds: int, most: int) -> None:
+    task = build(dataset)
+    print(f"{'clients':>7} {'s a round':>10} {'ms a client':>12}")
+    for clients in (10, 50, 200, 1000, 2000):
+        if clients <= most:
+            taken = engine(
+                task,
+                dataset,
+                Training(
+                    rounds=max(3, min(rounds, 4000 // clients)), clients=2000, clients_per_round=clients, batch_size=4
+                ),
+            )
+            print(f"{clients:7} {taken:10.4f} {1000 * taken / clients:12.3f}")
+
+
+def defenses(dataset: Dataset, rounds: int, clients: int) -> None:
+    """Shares of the round's own clock (gradients, defense, aggregation); prepare is not part of a round."""
+    task = build(dataset)
+    training = Training(rounds=max(2, rounds), clients=clients, clients_per_round=min(20, clients), batch_size=16)
+    print(f"{'defense':40} {'execution':9} {'s a round':>10} {'defense':>8} {'server':>7}")
+    for name in gradveil.defenses():
+        for spec in (name, f"{name}+error-feedback") if gradveil.defense(name).gradient_only else (name,):
+            result = train(task, dataset, gradveil.defense(spec), training)
+            measured = result.rounds[1:]
+            total = sum(record.seconds for record in measured)
+            added = sum(record.defense_seconds for record in measured) / total
+            server = sum(record.aggregation_seconds for record in measured) / total
+            print(
+                f"{spec:40} {result.execution:9} {total / len(measured):10.4f} {added:8.1%} {server:7.1%}", flush=True
+            )
+
+
+def where(rounds: int) -> None:
+    mnist, cifar = data.load("mnist"), data.load("cifar10")
+    print(f"{'network':20} {'batch':>5} {'values a step':>13} {'loop s':>9} {'batch s':>9} {'gain':>6}")
+    for dataset, name in ((mnist, "mlp"), (mnist, "lenet"), (mnist, "mnist-cnn"), (cifar, "lenet"), (cifar, "cnn6")):
+        task = build(dataset, name)
+        for batch_size in (1, 4, 16, 64):
+            training = Training(rounds=rounds, clients=20, batch_size=batch_size)
+            loop, batch = (engine(task, dataset, training, execution=how) for how in ("loop", "batch"))
+            values = batch_size * task.activations + task.size
+            label = f"{name} {dataset.name}"
+            print(f"{label:20} {batch_size:5} {values:13,} {loop:9.4f} {batch:9.4f} {loop / batch:6.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--clients", type=int, default=100)
+    parser.add_argument("--most", type=int, default=2000, help="clients a round at most, in growth")
+    parser.add_argument("--compile", action="store_true", help="also the compiled program; compiling takes a minute")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    dataset = data.load("mnist")
+    rounds, clients = arguments.rounds, arguments.clients
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {rounds} rounds, {dataset}")
+    measures: dict[str, Callable[[], None]] = {
+        "speed": lambda: speed(dataset, rounds, clients, arguments.compile),
+        "flower": lambda: flower(dataset, rounds, clients, arguments.compile),
+        "growth": lambda: growth(dataset, rounds, arguments.most),
+        "defenses": lambda: defenses(dataset, rounds, clients),
+        "where": lambda: where(rounds),
+    }
+    for part in arguments.parts or ("speed", "growth", "defenses"):
+        print(f"\n{part}")
+        measures[part]()
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
