@@ -315,7 +315,9 @@ class _BatchedUpdates:
 
     def _gradients(self, weights: Gradients, own: bool, steps: Sequence[Batch]) -> Gradients:
         """The gradient of each client's batch; with `own`, the weights have a leading client dimension too."""
-        lengths = [self._filled_length(len(labels), max(len(other) for _, other in steps)) for _, labels in steps]
+        sizes = [len(labels) for _, labels in steps]
+        longest = max(sizes)
+        lengths = [self._filled_length(size, longest) for size in sizes]
         if len(set(lengths)) == 1:
             return self._run(weights, own, steps, lengths[0])
         parts: Gradients = {}

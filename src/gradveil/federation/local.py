@@ -160,6 +160,7 @@ class _Federation:
     ) -> None:
         self._task, self._dataset, self._defense, self._training = task, dataset, defense, training
         self._clients, self._shares, self._transport = clients, shares, transport
+        self._device = task.device
 
     def round(self, state: State) -> RoundRecord | None:
         """One round, from the drawing of clients to the step; None if the training has diverged before the step."""
@@ -225,7 +226,7 @@ class _Federation:
 
     def _randomness(self, number: int) -> Randomness:
         return lambda client, purpose: derived_generator(
-            self._training.seed, purpose, number, client, device=self._task.device
+            self._training.seed, purpose, number, client, device=self._device
         )
 
     @torch.no_grad()
