@@ -1,5 +1,8 @@
 """gradveil shows what federated-learning updates leak, stops the leak, and says what stopping it costs."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from gradveil import theory
 from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as attack
@@ -10,6 +13,9 @@ from gradveil.defenses import create as defense
 from gradveil.inspection import inspect
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
+
+if TYPE_CHECKING:
+    from gradveil.federation import flower as flower
 
 __version__ = "0.1.0"
 
@@ -46,3 +52,10 @@ def defenses() -> list[str]:
 def attacks() -> list[str]:
     """The names of all attacks."""
     return ATTACKS.names()
+
+
+def __getattr__(name: str) -> Any:
+    # Flower is optional and takes a second to import.
+    if name == "flower":
+        return import_module("gradveil.federation.flower")
+    raise AttributeError(f"module 'gradveil' has no attribute {name!r}")

@@ -600,6 +600,36 @@ def _overrides(defense: Defense, method: str) -> bool:
     return all(getattr(type(defense), method) is not getattr(base, method) for base in (Defense, Perturbation))
 
 
+def needs_preparing(defense: Defense) -> bool:
+    """Whether `prepare` does something that the defense cannot work without."""
+    return _overrides(defense, "prepare")
+
+
+def hides_updates(defense: Defense) -> bool:
+    """Whether the defense is a protocol that keeps single updates from the server."""
+    return _overrides(defense, "visible")
+
+
+def announces(defense: Defense) -> bool:
+    """Whether a defense wants one client to announce something before the round."""
+    return _overrides(defense, "announce") or _overrides(defense, "publish")
+
+
+def aggregates_itself(defense: Defense) -> bool:
+    """Whether the server has to aggregate as the defense says; else any way of combining updates goes with it."""
+    return _overrides(defense, "aggregate")
+
+
+def published(defense: Defense, gradients: Mapping[str, Tensor], memory: Memory | None) -> Public | None:
+    """What a client announces that has its gradients already: `Defense.announce` without computing them again."""
+    if isinstance(defense, ErrorFeedback):
+        wanted = defense._wanted(gradients, memory)
+        return published(defense.inner, wanted, scoped(memory, "inner"))
+    if isinstance(defense, Chain):
+        return published(defense.parts[0], gradients, scoped(memory, "0"))
+    return defense.publish(gradients)
+
+
 def meta_of(gradients: Mapping[str, Tensor]) -> Meta | None:
     """How the gradients came about, for the update that a defense makes of them: its bytes and values are new."""
     return dataclasses.replace(gradients.meta, bytes=None, grids={}) if isinstance(gradients, Update) else None

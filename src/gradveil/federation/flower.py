@@ -1,0 +1,927 @@
+"""Defenses in Flower (flwr): a client mod, a strategy wrapper, and the local engine's training on Flower's simulation.
+
+On a client that exists already, one line::
+
+    app = ClientApp(mods=[gradveil.flower.defense_mod("dual-pruning+error-feedback", lr=0.1)])
+
+and on the server one line::
+
+    strategy = gradveil.flower.GradveilStrategy(FedAvg(), "dual-pruning+error-feedback", lr=0.1)
+
+**What travels.** The server's train message has two records more: ``gradveil`` (round, learning rate, defense) and,
+where a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
+`gradveil.wire`, in the place of the trained arrays; Flower chunks and carries them like any array. Everything else in
+the reply, metrics above all, leaves the client as the client app made it and is *not* protected.
+
+**Which arrays are defended.** All floating-point ones, but for batch-norm statistics (names that end in
+``running_mean``, ``running_var``, ``num_batches_tracked``); those, and whole numbers, travel as they are.
+"""
+
+import copy
+import dataclasses
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+try:
+    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+    from flwr.clientapp import ClientApp
+    from flwr.serverapp import Grid, ServerApp
+    from flwr.serverapp.strategy import FedAvg, Result, Strategy
+except ModuleNotFoundError as missing:
+    if missing.name is not None and missing.name.partition(".")[0] != "flwr":
+        raise
+    raise ImportError(
+        "gradveil.flower needs Flower, which is not installed: pip install 'gradveil[flower]'"
+    ) from missing
+
+from gradveil import checks, wire
+from gradveil.data import Dataset, Split, partition
+from gradveil.defenses import Defense
+from gradveil.defenses import create as create_defense
+from gradveil.defenses.base import (
+    Public,
+    aggregates_itself,
+    announces,
+    hides_updates,
+    needs_preparing,
+    published,
+)
+from gradveil.errors import GradveilError, InputError, NotFiniteError, ParameterError
+from gradveil.federation.local import (
+    Training,
+    TrainingResult,
+    _draw,
+    _mean,
+    _privacy_spent,
+    as_batch,
+    evaluate,
+    split_public,
+)
+from gradveil.randomness import derived_generator
+from gradveil.task import Task
+from gradveil.update import Meta, Update
+
+if TYPE_CHECKING:
+    from flwr.clientapp.typing import ClientAppCallable
+
+__all__ = ["Fault", "GradveilStrategy", "announced", "defense_mod", "memory", "reply", "simulate"]
+
+INSTRUCTIONS = "gradveil"
+LOCATIONS = "gradveil.locations"
+UPDATE = "gradveil.update"
+MEMORY = "gradveil.memory"
+OUR_RECORDS = (INSTRUCTIONS, LOCATIONS, UPDATE)
+WEIGHT = "num-examples"
+
+STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+"""Last part of the names under which torch keeps batch-norm statistics."""
+
+SEND = ("wire", "dense")
+
+logger = logging.getLogger("flwr")
+
+
+# -- what both sides read and write ----------------------------------------------------------------------------------
+
+
+def _bytes_record(data: bytes) -> ArrayRecord:
+    """Bytes as Flower carries arrays: in chunks, so that an update may be of any size."""
+    return ArrayRecord({"bytes": Array("uint8", (len(data),), "gradveil.wire", data)})
+
+
+def _bytes_of(content: RecordDict, key: str) -> bytes | None:
+    record = content.array_records.get(key)
+    if record is None:
+        return None
+    if list(record) != ["bytes"]:
+        raise InputError(f"flower: expected one array of bytes as {key!r}, got {sorted(record)}")
+    return record["bytes"].data
+
+
+def _model_arrays(content: RecordDict, whose: str) -> tuple[str, ArrayRecord]:
+    """The one record of arrays in a message that is not ours, and its key."""
+    found = {key: record for key, record in content.array_records.items() if key not in OUR_RECORDS}
+    if len(found) != 1:
+        raise InputError(
+            f"flower: expected one ArrayRecord, the model, in {whose}, got {sorted(found)}; "
+            "arrays beside the model would leave undefended"
+        )
+    return next(iter(found.items()))
+
+
+def _split_arrays(record: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Trained parameters, and statistics that travel as they are."""
+    parameters: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
+    for name, value in record.to_torch_state_dict().items():
+        trained = value.is_floating_point() and not _is_statistic(name)
+        (parameters if trained else buffers)[name] = value
+    return parameters, buffers
+
+
+def _is_statistic(name: str) -> bool:
+    return name.rpartition(".")[2] in STATISTICS
+
+
+def _size(content: RecordDict) -> int:
+    return sum(record.count_bytes() for record in content.values())
+
+
+@dataclass(frozen=True)
+class _Instructions:
+    """What a `GradveilStrategy` tells the clients of a round."""
+
+    round: int
+    lr: float
+    defense: str
+    announce: bool = False
+
+    def record(self) -> ConfigRecord:
+        return ConfigRecord(dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, message: Message) -> "_Instructions | None":
+        record = message.content.config_records.get(INSTRUCTIONS)
+        return None if record is None else cls(**record)  # type: ignore[arg-type]
+
+    @classmethod
+    def required(cls, message: Message) -> "_Instructions":
+        found = cls.of(message)
+        if found is None:
+            raise InputError(
+                "flower: the train message comes from a server without GradveilStrategy, which could not read the "
+                'update; wrap the strategy there, or use defense_mod(..., send="dense")'
+            )
+        return found
+
+
+# -- the client ------------------------------------------------------------------------------------------------------
+
+
+class _ContextMemory(MutableMapping[str, Tensor]):
+    """A defense's memory in the state that Flower keeps for a node through all rounds of a run."""
+
+    def __init__(self, state: RecordDict) -> None:
+        if MEMORY not in state:
+            state[MEMORY] = ArrayRecord()
+        self._record = state.array_records[MEMORY]
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.from_numpy(self._record[key].numpy())
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self._record[key] = Array(value.detach().cpu().numpy())
+
+    def __delitem__(self, key: str) -> None:
+        del self._record[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._record)
+
+    def __len__(self) -> int:
+        return len(self._record)
+
+
+def memory(context: Context) -> MutableMapping[str, Tensor]:
+    """The client's own memory for ``defense.share(..., memory=...)``; it lives in the node's context and stays there.
+
+    >>> context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    >>> memory(context)["residual/weight"] = torch.tensor([1.0, 2.0])
+    >>> memory(context)["residual/weight"].tolist()
+    [1.0, 2.0]
+    """
+    return _ContextMemory(context.state)
+
+
+def announced(message: Message) -> Public | None:
+    """What the elected client of this round announced, for ``defense.share(..., public=...)``; mostly None."""
+    data = _bytes_of(message.content, LOCATIONS)
+    return None if data is None else wire.decode_locations(data)
+
+
+def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[str, float] | None = None) -> Message:
+    """The answer to a train message of a `GradveilStrategy`: an update as bytes, for defenses that need the data.
+
+    Args:
+        message: the train message.
+        update: what ``defense.share`` made; how many samples it says to stand on is its weight.
+        defense: the one that made it.
+        metrics: figures to send along; nothing protects them.
+    """
+    instructions = _Instructions.required(message)
+    _check_same(defense, instructions)
+    sent = Update(update, dataclasses.replace(update.meta, round=instructions.round))
+    data = wire.encode(sent, locations=defense.locations(announced(message)))
+    figures = MetricRecord({WEIGHT: update.meta.samples, **(metrics or {})})
+    return Message(RecordDict({UPDATE: _bytes_record(data), "metrics": figures}), reply_to=message)
+
+
+def _announcement(message: Message, public: Public | None) -> Message:
+    content = RecordDict() if public is None else RecordDict({LOCATIONS: _bytes_record(wire.encode_locations(public))})
+    return Message(content, reply_to=message)
+
+
+def _check_same(defense: Defense, instructions: _Instructions) -> None:
+    if instructions.defense != str(defense):
+        raise InputError(
+            f"flower: this client defends with {defense}, the server's strategy expects {instructions.defense}; "
+            "use one on both sides"
+        )
+
+
+class _DefenseMod:
+    """See `defense_mod`."""
+
+    def __init__(self, defense: Defense, lr: float | None, send: str) -> None:
+        self.defense, self.lr, self.send = defense, lr, send
+
+    def __call__(self, message: Message, context: Context, call_next: "ClientAppCallable") -> Message:
+        if message.metadata.message_type.partition(".")[0] != "train":
+            return call_next(message, context)
+        instructions = _Instructions.of(message) if self.send == "dense" else _Instructions.required(message)
+        lr = self._rate(message, instructions)
+        if instructions is not None:
+            _check_same(self.defense, instructions)
+        public = announced(message)
+        _, before = _model_arrays(message.content, "the train message")
+        bare = copy.copy(message)
+        bare.content = RecordDict({key: r for key, r in message.content.items() if key not in OUR_RECORDS})
+
+        if instructions is not None and instructions.announce:
+            state = copy.deepcopy(context.state)  # the round itself is still to come
+            answer = call_next(bare, context)
+            context.state = state
+            if answer.has_error():
+                return answer
+            _, after = _model_arrays(answer.content, "the client's reply")
+            return _announcement(message, published(self.defense, _update(before, after, lr), memory(context)))
+
+        answer = call_next(bare, context)
+        if answer.has_error():
+            return answer
+        key, after = _model_arrays(answer.content, "the client's reply")
+        update = self.defense.perturb(_update(before, after, lr), memory=memory(context), public=public)
+        if self.send == "dense":
+            answer.content[key] = _moved(before, update, lr)
+            return answer
+        assert instructions is not None
+        update.meta.round = instructions.round
+        data = wire.encode(update, locations=self.defense.locations(public))
+        others = {name: record for name, record in answer.content.items() if name != key}
+        answer.content = RecordDict({UPDATE: _bytes_record(data), **others})
+        return answer
+
+    def _rate(self, message: Message, instructions: _Instructions | None) -> float:
+        if instructions is not None:
+            if self.lr is not None and self.lr != instructions.lr:
+                raise InputError(
+                    f"flower: this client's mod has lr={self.lr:g}, the server's strategy lr={instructions.lr:g}; "
+                    "noise is in units of update / lr, so both must be the rate the client trains with"
+                )
+            return checks.number("defense_mod", "the server's lr", instructions.lr, above=0)
+        if self.lr is not None:
+            return self.lr
+        for record in message.content.config_records.values():
+            if "lr" in record:
+                return checks.number("defense_mod", "lr in the train message", record["lr"], above=0)
+        raise InputError(
+            "flower: the update in gradient units is (start - end) / lr, and neither the mod nor the train message "
+            "says lr; write defense_mod(..., lr=RATE)"
+        )
+
+    def __repr__(self) -> str:
+        return f"gradveil.flower.defense_mod({str(self.defense)!r}, lr={self.lr}, send={self.send!r})"
+
+
+def defense_mod(
+    defense: str | Defense, /, *, lr: float | None = None, send: str = "wire", **parameters: Any
+) -> _DefenseMod:
+    r"""A mod that protects what an existing client app sends, without touching the app.
+
+    The app trains as ever; of the arrays it got and the arrays it returns the mod makes
+
+    .. math:: u = (start - end) / lr, \quad sent = D(u)
+
+    so that noise is always in gradient units, and sends the defended update in the place of the arrays. The defense
+    acts once, on the finished update; error feedback keeps its residual in the node's context. A message that is not
+    a train message passes untouched.
+
+    Args:
+        defense: a gradient-only defense, or its name or text (``"dual-pruning:k1=0.05+error-feedback"``).
+        lr: the client's learning rate. None: the one that the server's strategy says (or, with ``send="dense"``, that
+            the train message calls ``lr``). **Say it** where the defense adds noise and the server is not trusted:
+            whoever chooses lr chooses how loud the noise is beside the update.
+        send: ``"wire"``: as bytes that only a `GradveilStrategy` reads; zeros cost next to nothing. ``"dense"``: as
+            arrays start - lr * sent that any strategy reads; nothing is saved, and what the method does on the
+            server (compensation, aligned locations) does not happen.
+        parameters: of the defense, if it is given by name.
+
+    Example:
+        >>> defense_mod("dual-pruning", k1=0.05, k2=0.75)
+        gradveil.flower.defense_mod('dual-pruning:k1=0.05,k2=0.75', lr=None, send='wire')
+        >>> defense_mod("soteria", lr=0.1)  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        gradveil.errors.ParameterError: defense_mod: soteria needs the client's data, which a mod never sees...
+    """
+    if lr is not None:
+        lr = checks.number("defense_mod", "lr", lr, above=0)
+    checks.choice("defense_mod", "send", send, SEND)
+    if isinstance(defense, Defense) and parameters:
+        raise ParameterError(
+            f"defense_mod: {defense!r} has its parameters already, got also {', '.join(parameters)}; give a name"
+        )
+    chosen = defense if isinstance(defense, Defense) else create_defense(defense, **parameters)
+    if not chosen.gradient_only:
+        raise ParameterError(
+            f"defense_mod: {chosen.name} needs the client's data, which a mod never sees. Write in the client's train "
+            "function:\n"
+            "    update = defense.share(task, images, labels, memory=gradveil.flower.memory(context))\n"
+            "    return gradveil.flower.reply(message, update, defense)\n"
+            'where task = task.with_parameters(message.content["arrays"].to_torch_state_dict())'
+        )
+    if hides_updates(chosen):
+        raise ParameterError(
+            f"defense_mod: {chosen.name} stands for the outcome of a protocol, not for its cryptography; as a mod it "
+            "would send every update in the clear. Run a secure-aggregation protocol in Flower instead"
+        )
+    if isinstance(defense, str) and needs_preparing(chosen):
+        raise ParameterError(
+            f"defense_mod: {chosen.name} has to look at public data first: d = gradveil.defense(...), "
+            "d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
+        )
+    return _DefenseMod(chosen, lr, send)
+
+
+def _update(before: ArrayRecord, after: ArrayRecord, lr: float) -> Update:
+    start, _ = _split_arrays(before)
+    end, buffers = _split_arrays(after)
+    differing = [
+        name
+        for name in {**start, **end}
+        if name not in start
+        or name not in end
+        or (start[name].shape, start[name].dtype) != (end[name].shape, end[name].dtype)
+    ]
+    if differing or list(before) != list(after):
+        raise InputError(
+            "flower: expected the client to return the arrays it got, trained, in the same order; "
+            f"they differ in {differing or 'their order'}"
+        )
+    return Update({name: (start[name] - end[name]) / lr for name in start}, Meta(buffers=buffers))
+
+
+def _moved(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
+    """The arrays that a client would have returned whose update was this one."""
+    start, buffers = _split_arrays(before)
+    moved = {name: value - lr * update[name] for name, value in start.items()}
+    for name, value in moved.items():
+        if not torch.isfinite(value).all():
+            raise NotFiniteError(f"flower: start - lr * update overflows in {name!r}; leave this one out")
+    values = {**buffers, **update.meta.buffers, **moved}
+    return ArrayRecord({name: values[name] for name in before})
+
+
+# -- the server ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that a node did not do as it should.
+
+    Args:
+        round: the round.
+        node: Flower's number of the node.
+        reason: what was wrong with its reply, or that there was none.
+
+    Example:
+        >>> str(Fault(3, 17, "no reply"))
+        'round 3, node 17: no reply'
+    """
+
+    round: int
+    node: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"round {self.round}, node {self.node}: {self.reason}"
+
+
+@dataclass
+class _Round:
+    """What the server remembers of a round from its messages to their replies."""
+
+    number: int
+    arrays: ArrayRecord
+    key: str
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    asked: list[Message]
+    public: Public | None = None
+    announcement_up: int = 0  # bytes that announcing cost the elected client, up and down
+    announcement_down: int = 0
+
+
+@dataclass(frozen=True)
+class _Accepted:
+    """A reply that can be used, and the arrays that the inner strategy gets in its place."""
+
+    message: Message
+    update: Update
+    weight: float
+    moved: ArrayRecord
+
+
+class GradveilStrategy(Strategy):
+    """A strategy around another one: it tells clients what they need, reads their updates and refuses bad ones.
+
+    Each round it sends out what the inner strategy sends, with the round's number, the learning rate, and, for defenses
+    that align locations, what an elected client announced. Of the replies it decodes the updates and refuses what is
+    not an update of this model in this round: broken bytes, other layers, shapes or types, NaN, a stale round, a
+    second reply, metrics unlike the others', an error, or no reply. Every refusal is logged, counted, and named in
+    `faults`; the round goes on with the others, and if none is left, the model stays as it was.
+
+    The inner strategy then gets ordinary arrays, start - lr * update: each client's own, so that medians and Krum work;
+    or, where the defense aggregates itself (compensation, aligned locations), the defense's aggregate for every client.
+
+    It cannot tell a well-formed lie: a huge update or weight is for a robust inner strategy.
+
+    Args:
+        inner: any strategy that sends all clients the same model.
+        defense: the defense of the clients, or its name or text; for one that needs preparing, the prepared object.
+        lr: the learning rate of the clients, with which an update becomes a step again.
+
+    Example:
+        >>> GradveilStrategy(FedAvg(), "dual-pruning", lr=0.1)
+        GradveilStrategy(FedAvg, 'dual-pruning:k1=0.05,k2=0.75', lr=0.1)
+    """
+
+    def __init__(self, inner: Strategy, defense: str | Defense, *, lr: float) -> None:
+        self.inner = inner
+        self.defense = defense if isinstance(defense, Defense) else create_defense(defense)
+        self.lr = checks.number("GradveilStrategy", "lr", lr, above=0)
+        self.faults: list[Fault] = []
+        self.uploads: list[int] = []  # bytes of every accepted reply
+        self.downloads: list[int] = []  # bytes of every train message
+        self._weight_key = getattr(inner, "weighted_by_key", WEIGHT)
+        self._memory: dict[str, Tensor] = {}
+        self._round: _Round | None = None
+        self._timeout: float | None = None
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """As `Strategy.start`; an announcement is waited for as long as a training."""
+        self._timeout = timeout
+        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """The inner strategy's messages with the round's instructions."""
+        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        self._round = None
+        if not messages:
+            return messages
+        key, sent = _model_arrays(messages[0].content, "the strategy's train message")
+        if any(message.content.get(key) != sent for message in messages):
+            raise InputError(
+                f"GradveilStrategy: {type(self.inner).__name__} sends different models to the clients of a round; "
+                "expected one for all"
+            )
+        now = _Round(server_round, sent, key, *_split_arrays(sent), asked=messages)
+        instructions = _Instructions(server_round, self.lr, str(self.defense))
+        if announces(self.defense):
+            now.public = self._elect(now, instructions, grid)
+        extra: dict[str, Any] = {INSTRUCTIONS: instructions.record()}
+        if now.public is not None:
+            extra[LOCATIONS] = _bytes_record(wire.encode_locations(now.public))
+        for message in messages:
+            message.content = RecordDict({**message.content, **extra})
+            self.downloads.append(_size(message.content))
+        self.downloads[-1] += now.announcement_down
+        self._round = now
+        return messages
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Decode, refuse, and let the inner strategy aggregate the rest."""
+        if self._round is None or self._round.number != server_round:
+            raise InputError(f"GradveilStrategy: round {server_round} was aggregated before it was configured")
+        now, self._round = self._round, None
+        known = len(self.faults)
+        accepted = self._accepted(now, replies)
+        if not accepted:
+            logger.warning("gradveil: no update of round %d is left; the model stays as it was", server_round)
+            return None, None
+        if aggregates_itself(self.defense):
+            aggregate = self.defense.aggregate(
+                [one.update for one in accepted],
+                weights=[one.weight for one in accepted],
+                memory=self._memory,
+                public=now.public,
+            )
+            moved = _moved(now.arrays, aggregate, self.lr)
+            accepted = [dataclasses.replace(one, moved=moved) for one in accepted]
+        for one in accepted:
+            self.uploads.append(_size(one.message.content))
+            others = {key: value for key, value in one.message.content.items() if key != UPDATE}
+            one.message.content = RecordDict({now.key: one.moved, **others})
+        self.uploads[-1] += now.announcement_up
+        arrays, metrics = self.inner.aggregate_train(server_round, [one.message for one in accepted])
+        if arrays is not None and not _is_finite(arrays):
+            raise NotFiniteError(
+                f"GradveilStrategy: the model stopped being finite in round {server_round}, though every update was; "
+                "lower the learning rate"
+            )
+        if metrics is not None:
+            metrics["gradveil-refused"] = len(self.faults) - known
+        return arrays, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """As the inner strategy says."""
+        return self.inner.configure_evaluate(server_round, arrays, config, grid)
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """As the inner strategy says."""
+        return self.inner.aggregate_evaluate(server_round, replies)
+
+    def summary(self) -> None:
+        """Log the defense, and the inner strategy's summary."""
+        logger.info("\t├──> gradveil: %s, lr %g", self.defense, self.lr)
+        self.inner.summary()
+
+    def __repr__(self) -> str:
+        return f"GradveilStrategy({type(self.inner).__name__}, {str(self.defense)!r}, lr={self.lr:g})"
+
+    def _elect(self, now: _Round, instructions: _Instructions, grid: Grid) -> Public | None:
+        """What the first client announces; if that has to be refused, the next one's."""
+        question = dataclasses.replace(instructions, announce=True).record()
+        for message in now.asked:
+            node = message.metadata.dst_node_id
+            ask = Message(RecordDict({**message.content, INSTRUCTIONS: question}), node, message.metadata.message_type)
+            try:
+                answers = list(grid.send_and_receive([ask], timeout=self._timeout))
+                if not answers:
+                    raise InputError("no announcement")
+                _refuse_error(answers[0])
+                now.announcement_up += _size(answers[0].content)
+                now.announcement_down += _size(ask.content)
+                data = _bytes_of(answers[0].content, LOCATIONS)
+                public = None if data is None else wire.decode_locations(data, like=now.parameters)
+                self.defense.check_public(public, now.parameters)
+            except GradveilError as error:
+                self._refuse(now, node, str(error))
+                continue
+            return public
+        return None
+
+    def _accepted(self, now: _Round, replies: Iterable[Message]) -> "list[_Accepted]":
+        """The replies that can be used, in the order in which their nodes were asked."""
+        node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in now.asked}
+        opened: dict[int, _Accepted] = {}
+        heard: set[int] = set()
+        for message in replies:
+            # The error for a dead node comes from the SuperLink, so it is the question that tells whose it is.
+            node = node_of.get(message.metadata.reply_to_message_id)
+            if node is None:
+                self._refuse(now, message.metadata.src_node_id, "it answers no message of this round")
+                continue
+            try:
+                _refuse_error(message)
+                if message.metadata.src_node_id != node:
+                    raise InputError(f"it was sent by node {message.metadata.src_node_id}")
+                if node in heard:
+                    raise InputError("it was sent twice")
+                opened[node] = self._open(now, message)
+            except GradveilError as error:
+                self._refuse(now, node, str(error))
+            heard.add(node)
+        for node in node_of.values():
+            if node not in heard:
+                self._refuse(now, node, "no reply")
+        # Strategies stop at replies with different metrics; one client must not stop the others.
+        shapes = {node: _metrics_shape(one.message.content) for node, one in opened.items()}
+        usual = Counter(shapes.values()).most_common(1)
+        for node, shape in shapes.items():
+            if shape != usual[0][0]:
+                self._refuse(now, node, f"its metrics are {shape}, most others' {usual[0][0]}")
+                del opened[node]
+        return [opened[node] for node in node_of.values() if node in opened]
+
+    def _open(self, now: _Round, message: Message) -> "_Accepted":
+        """What a reply holds; anything but an update of this model in this round raises."""
+        data = _bytes_of(message.content, UPDATE)
+        if data is None:
+            raise InputError('it holds no update of gradveil; put defense_mod(..., send="wire") into the client app')
+        if _model_keys(message.content):
+            raise InputError(f"it holds arrays beside the update: {_model_keys(message.content)}")
+        update = wire.decode(data, self.defense.locations(now.public), like=now.parameters)
+        if update.meta.round != now.number:
+            raise InputError(f"it is an update of round {update.meta.round}")
+        for name, value in update.meta.buffers.items():
+            expected = now.buffers.get(name)
+            if expected is None or expected.shape != value.shape:
+                got = list(value.shape)
+                raise InputError(f"expected statistics of the model, got {name!r} of shape {got}")
+            if not torch.isfinite(value).all():
+                raise NotFiniteError(f"statistics must be finite, got NaN or Inf in {name!r}")
+        return _Accepted(message, update, self._weight(message.content), _moved(now.arrays, update, self.lr))
+
+    def _weight(self, content: RecordDict) -> float:
+        records = list(content.metric_records.values())
+        if len(records) != 1 or self._weight_key not in records[0]:
+            raise InputError(f"expected one MetricRecord with {self._weight_key!r}, got {_metrics_shape(content)}")
+        return checks.number("reply", self._weight_key, records[0][self._weight_key], above=0)
+
+    def _refuse(self, now: _Round, node: int, reason: str) -> None:
+        fault = Fault(now.number, node, reason)
+        self.faults.append(fault)
+        logger.warning("gradveil: refused: %s", fault)
+
+
+def _model_keys(content: RecordDict) -> list[str]:
+    return sorted(key for key in content.array_records if key not in OUR_RECORDS)
+
+
+def _refuse_error(message: Message) -> None:
+    if message.has_error():
+        raise InputError(f"error {message.error.code}: {message.error.reason}")
+
+
+def _metrics_shape(content: RecordDict) -> tuple[Any, ...]:
+    """Keys, and lengths of lists."""
+    return tuple(
+        (key, tuple(sorted((name, len(v) if isinstance(v, list) else 1) for name, v in record.items())))
+        for key, record in content.metric_records.items()
+    )
+
+
+def _is_finite(record: ArrayRecord) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in record.to_torch_state_dict().values())
+
+
+# -- the local engine's training on Flower's simulation --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a simulated client needs; the weights come with each message."""
+
+    task: Task
+    train: Split
+    shares: Sequence[Tensor]
+    defense: Defense
+    training: Training
+
+
+class _SameRounds(FedAvg):
+    """The local engine's server: the same clients in each round, and momentum steps on the weighted mean."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self.training = training
+        self.seconds: list[float] = []
+        self.rounds_of: Counter[int] = Counter()
+        self._velocity: dict[str, Tensor] = {}
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Ask the clients that the local engine would ask."""
+        self._started, self._arrays = time.perf_counter(), arrays
+        training = self.training
+        while len(nodes := sorted(grid.get_node_ids())) < training.clients:
+            time.sleep(0.05)  # they register while the server starts
+        order = torch.randperm(
+            training.clients, generator=derived_generator(training.seed, "clients", server_round - 1)
+        )
+        chosen = order[: training.clients_per_round].tolist()
+        self.rounds_of.update(chosen)
+        return [
+            Message(
+                RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord({"client": client})}),
+                nodes[client],
+                MessageType.TRAIN,
+            )
+            for client in chosen
+        ]
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """FedAvg's mean of the arrays is a step; momentum carries the steps on, statistics are averaged only."""
+        mean, metrics = super().aggregate_train(server_round, replies)
+        if mean is None:
+            return None, metrics
+        start, buffers = _split_arrays(self._arrays)
+        averaged = mean.to_torch_state_dict()
+        moved = {name: averaged[name].to(value.dtype) for name, value in buffers.items()}
+        for name, value in start.items():
+            step = value - averaged[name]
+            if name in self._velocity:
+                step += self.training.momentum * self._velocity[name]
+            self._velocity[name] = step
+            moved[name] = value - step
+        self.seconds.append(time.perf_counter() - self._started)
+        return ArrayRecord({name: moved[name] for name in self._arrays}), metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Nothing: the server evaluates."""
+        return []
+
+
+def simulate(
+    task: Task,
+    dataset: Dataset,
+    defense: Defense,
+    training: Training,
+    *,
+    actors: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> TrainingResult:
+    """The training of `gradveil.federation.train` on Flower's simulation: one simulated node a client, on Ray.
+
+    Clients, batches, seeds and the order of all draws are those of the local engine, so the weights are the same up to
+    rounding. Every defense works: clients call ``defense.share``, and updates travel as `gradveil.wire` bytes. Bytes
+    are those of Flower's messages: down goes the whole model to every client, up the encoded update with its metrics.
+    `round_seconds` is the time of a round on the server, sending and waiting included.
+
+    Flower's own `run_simulation` is deprecated in favour of the command ``flwr run``, which needs an app in a folder
+    and leaves a SuperLink running. This calls the function that both of them run (`_run_simulation`), which is not
+    public: hence the narrow range of versions in the extra.
+
+    Args:
+        task: model and loss at the initial weights, on the CPU; not changed.
+        dataset: as for the local engine.
+        defense: as for the local engine.
+        training: as for the local engine.
+        actors: processes that work for the clients, one CPU each; None: one for every CPU.
+        progress: called with (rounds done, rounds in all).
+    """
+    if task.device.type != "cpu":
+        raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
+    if actors is not None:
+        checks.integer("simulate", "actors", actors, low=1)
+    seed = training.seed
+    public, private = split_public(dataset.train, seed)
+    shares = [
+        private[share]
+        for share in partition(
+            dataset.train.labels[private],
+            clients=training.clients,
+            scheme=training.scheme,
+            alpha=training.alpha,
+            classes_per_client=training.classes_per_client,
+            seed=seed,
+        )
+    ]
+    task = defense.prepare(
+        task, public=as_batch(task, dataset.train.batch(public)), generator=derived_generator(seed, "prepare")
+    )
+    rounds = _SameRounds(training)
+    strategy = GradveilStrategy(rounds, defense, lr=training.lr)
+    last = ArrayRecord({**task.parameters, **{name: v for name, v in task.buffers.items() if _is_statistic(name)}})
+    history: list[tuple[int, float]] = []
+    diverged: int | None = None
+
+    def at(arrays: ArrayRecord) -> Task:
+        return task.with_parameters(*_split_arrays(arrays))
+
+    def look(done: int, arrays: ArrayRecord) -> None:
+        nonlocal last
+        for fault in strategy.faults:
+            if fault.round == done:  # a simulated client has no reason to fail
+                error = NotFiniteError if NotFiniteError.__name__ in fault.reason else InputError
+                raise error(f"flower: {fault}")
+        last = arrays
+        if done and training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
+            history.append((done, evaluate(at(arrays), dataset.test)[0]))
+        if done and progress:
+            progress(done, training.rounds)
+
+    server = ServerApp()
+
+    @server.main()
+    def main(grid: Grid, _context: Context) -> None:
+        nonlocal diverged
+        try:
+            strategy.start(grid, last, num_rounds=training.rounds, evaluate_fn=look)
+        except NotFiniteError:
+            diverged = len(rounds.seconds)
+
+    _run_on_ray(_Job(task, dataset.train, shares, defense, training), server, actors)
+    trained = at(last)
+    accuracy, loss = evaluate(trained, dataset.test)
+    history.append((len(rounds.seconds), accuracy))
+    return TrainingResult(
+        trained,
+        accuracy,
+        loss,
+        _mean(rounds.seconds),
+        _mean(strategy.uploads),
+        _mean(strategy.downloads),
+        history,
+        diverged,
+        _privacy_spent(defense, training, [len(share) for share in shares], rounds.rounds_of),
+    )
+
+
+def _run_on_ray(job: _Job, server: ServerApp, actors: int | None) -> None:
+    """Run a server app with one simulated client app for each client of the job."""
+    try:
+        import ray
+        from flwr.simulation.run_simulation import _run_simulation
+        from flwr.supercore.telemetry import EventType
+    except ImportError as error:
+        raise ImportError(
+            "gradveil.flower.simulate needs the simulation of Flower 1.41: pip install 'gradveil[flower]'"
+        ) from error
+    if ray.is_initialized():
+        raise InputError(
+            "flower: Ray is running in this process, and Flower would shut it down; call ray.shutdown() first"
+        )
+    # What Ray will do anyway in a later version, and warns of until then.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    ray.init(num_cpus=actors, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        # Flower hands the client app to Ray with every message, so it holds a reference to the data, not the data.
+        _run_simulation(
+            num_supernodes=job.training.clients,
+            exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
+            client_app=_client_app(ray.put(job)),
+            server_app=server,
+            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+        )
+    finally:
+        ray.shutdown()
+        logger.setLevel(level)
+
+
+_jobs: dict[str, _Job] = {}  # of a worker process: the job it works for
+
+
+def _job(reference: Any) -> _Job:
+    import ray
+
+    key = reference.hex()
+    if key not in _jobs:
+        _jobs.clear()
+        _jobs[key] = ray.get(reference)
+    return _jobs[key]
+
+
+def _client_app(reference: Any) -> ClientApp:
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        return _work(_job(reference), message, context)
+
+    return app
+
+
+def _work(job: _Job, message: Message, context: Context) -> Message:
+    """What a client of the local engine does in a round."""
+    training, instructions = job.training, _Instructions.required(message)
+    number = instructions.round - 1
+    client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)
+    current = job.task.with_parameters(*_split_arrays(message.content.array_records["arrays"]))
+    drawn = _draw(job.shares[client], training.batch_size, training.seed, number, client)
+    batch = as_batch(current, job.train.batch(drawn))
+
+    def randomness(purpose: str) -> torch.Generator:
+        return derived_generator(training.seed, purpose, number, client)
+
+    own = memory(context)
+    if instructions.announce:
+        public = job.defense.announce(
+            current, *batch, generator=randomness("announce"), memory=own, local=training.local
+        )
+        return _announcement(message, public)
+    update = job.defense.share(
+        current, *batch, generator=randomness("share"), memory=own, public=announced(message), local=training.local
+    )
+    return reply(message, update, job.defense)
