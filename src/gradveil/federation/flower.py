@@ -668,9 +668,9 @@ def _refuse_error(message: Message) -> None:
 
 
 def _metrics_shape(content: RecordDict) -> tuple[Any, ...]:
-    """Keys, and lengths of lists."""
+    """Keys, and which of them are lists of what length."""
     return tuple(
-        (key, tuple(sorted((name, len(v) if isinstance(v, list) else 1) for name, v in record.items())))
+        (key, tuple(sorted((name, len(v) if isinstance(v, list) else "one") for name, v in record.items())))
         for key, record in content.metric_records.items()
     )
 
@@ -779,10 +779,10 @@ def simulate(
         actors: processes that work for the clients, one CPU each; None: one for every CPU.
         progress: called with (rounds done, rounds in all).
     """
-    if task.device.type != "cpu":
-        raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
     if actors is not None:
         checks.integer("simulate", "actors", actors, low=1)
+    if task.device.type != "cpu":
+        raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
     seed = training.seed
     public, private = split_public(dataset.train, seed)
     shares = [

@@ -1,0 +1,799 @@
+"""Flower: the mod, the strategy and the simulated training, with real messages; Ray only in the last test."""
+
+import dataclasses
+import importlib
+import itertools
+import random
+import re
+import struct
+import sys
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, FedMedian, Krum
+from flwr.supercore.task_identity import TaskIdentity
+
+import gradveil
+from gradveil import wire
+from gradveil.defenses import DEFENSES
+from gradveil.errors import InputError, NotFiniteError, ParameterError
+from gradveil.federation import Training, flower, train
+from gradveil.federation.flower import GradveilStrategy, defense_mod
+from gradveil.update import Meta, Update
+
+LR = 0.5
+NODES = (11, 12, 13)
+
+
+@pytest.fixture(autouse=True)
+def identity():
+    """Flower's server-side processes know for which run they make messages."""
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
+
+
+def start_arrays(seed: int = 0) -> ArrayRecord:
+    """A model of two layers, one of them large enough for bytes to be those of its values."""
+    drawn = torch.Generator().manual_seed(seed)
+    return ArrayRecord({"0.weight": torch.randn(50, 40, generator=drawn), "0.bias": torch.randn(50, generator=drawn)})
+
+
+def gradient(seed: int) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array.numpy()) for name, array in start_arrays(seed + 100).items()}
+
+
+def trained(arrays: ArrayRecord, step: dict[str, torch.Tensor]) -> ArrayRecord:
+    state = arrays.to_torch_state_dict()
+    return ArrayRecord({name: state[name] - LR * step[name] if name in step else state[name] for name in state})
+
+
+def client_app(*mods, step=gradient) -> ClientApp:
+    """An app as people have it: it trains, and knows nothing of gradveil. Its step depends on the node alone."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        assert set(message.content) == {"arrays", "config"}
+        context.state["visits"] = ConfigRecord({"count": visits(context) + 1})
+        arrays = trained(message.content["arrays"], step(context.node_id))
+        metrics = MetricRecord({"num-examples": 10 * context.node_id, "loss": 0.5})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    @app.evaluate()
+    def _(message: Message, _context: Context) -> Message:
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    return app
+
+
+def visits(context: Context) -> int:
+    return context.state["visits"]["count"] if "visits" in context.state else 0
+
+
+class LoopGrid(Grid):
+    """Nodes that are called one after the other; every message and context goes through Flower's serialisation."""
+
+    def __init__(self, app: ClientApp, nodes=NODES, tamper=lambda _node, reply: [reply]) -> None:
+        self.app, self.tamper = app, tamper
+        self.contexts = {
+            node: Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={}) for node in nodes
+        }
+        self.numbers = itertools.count(1)
+        self.sent: list[int] = []
+        self.received: list[int] = []
+
+    def set_run(self, run) -> None: ...
+
+    @property
+    def run(self):
+        raise NotImplementedError
+
+    def create_message(self, *args, **kwargs):
+        raise NotImplementedError
+
+    def get_node_ids(self):
+        return list(self.contexts)
+
+    def get_nodes(self):
+        raise NotImplementedError
+
+    def push_messages(self, messages):
+        raise NotImplementedError
+
+    def pull_messages(self, message_ids):
+        raise NotImplementedError
+
+    def send_and_receive(self, messages, *, timeout=None):
+        replies = []
+        for message in messages:
+            message.metadata.__dict__["_message_id"] = f"question {next(self.numbers)}"
+            packed = message_to_proto(message)
+            self.sent.append(packed.ByteSize())
+            received = message_from_proto(packed)
+            node = received.metadata.dst_node_id
+            context = context_from_proto(context_to_proto(self.contexts[node]))
+            try:
+                reply = self.app(received, context)
+            except Exception as error:
+                reply = Message(Error(2, f"{type(error)}:<'{error}'>"), reply_to=received)
+            else:
+                self.contexts[node] = context
+            for one in self.tamper(node, reply):
+                packed = message_to_proto(one)
+                self.received.append(packed.ByteSize())
+                replies.append(message_from_proto(packed))
+        return replies[::-1]  # no order is promised
+
+
+def question(instructions: dict | None = None, config: dict | None = None, kind: str = MessageType.TRAIN) -> Message:
+    content = RecordDict({"arrays": start_arrays(), "config": ConfigRecord(config or {})})
+    if instructions is not None:
+        content["gradveil"] = ConfigRecord({"lr": LR, "announce": False, "round": 1, **instructions})
+    return Message(content, 11, kind)
+
+
+def context_of(node: int = 11) -> Context:
+    return Context(run_id=1, node_id=node, node_config={}, state=RecordDict(), run_config={})
+
+
+def update_in(reply: Message) -> Update:
+    return wire.decode(reply.content["gradveil.update"]["bytes"].data)
+
+
+def assert_same(one, other, **tolerance) -> None:
+    assert list(one) == list(other)
+    for name in one:
+        torch.testing.assert_close(torch.as_tensor(one[name]), torch.as_tensor(other[name]), **tolerance)
+
+
+def state_of(record: ArrayRecord) -> dict[str, torch.Tensor]:
+    return dict(record.to_torch_state_dict())
+
+
+def run(strategy, app, *, rounds=1, arrays=None, nodes=NODES, tamper=lambda _node, reply: [reply]):
+    grid = LoopGrid(app, nodes, tamper)
+    return strategy.start(grid, arrays or start_arrays(), num_rounds=rounds), grid
+
+
+def wrapped(defense="none", inner=None) -> GradveilStrategy:
+    return GradveilStrategy(inner or FedAvg(min_train_nodes=3, fraction_evaluate=0.0), defense, lr=LR)
+
+
+# -- the mod ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_update_travels_in_gradient_units_and_metrics_stay():
+    reply = client_app(defense_mod("none", lr=LR))(question({"defense": "none", "round": 7}), context_of())
+    assert set(reply.content) == {"gradveil.update", "metrics"}
+    assert dict(reply.content["metrics"]) == {"num-examples": 110, "loss": 0.5}
+    assert_same(update_in(reply), gradient(11), atol=1e-5, rtol=1e-5)
+    assert update_in(reply).meta.round == 7
+
+
+def test_the_mod_sends_what_the_defense_makes_of_the_update():
+    defense = gradveil.defense("dual-pruning", k1=0.05, k2=0.75)
+    exact = client_app(defense_mod("none"))(question({"defense": "none"}), context_of())
+    sparse = client_app(defense_mod("dual-pruning", k1=0.05, k2=0.75))(
+        question({"defense": str(defense)}), context_of()
+    )
+    assert_same(update_in(sparse), defense.perturb(update_in(exact)), atol=0, rtol=0)
+
+
+def test_error_feedback_lives_in_the_nodes_context():
+    spec = "top-k:keep=0.1+error-feedback"
+    defense, app = gradveil.defense(spec), client_app(defense_mod(spec, lr=LR))
+    contexts, memories = {node: context_of(node) for node in (11, 12)}, {11: {}, 12: {}}
+    for node in (11, 12, 11, 11):
+        exact = update_in(client_app(defense_mod("none"))(question({"defense": "none"}), context_of(node)))
+        expected = defense.perturb(exact, memory=memories[node])
+        assert_same(update_in(app(question({"defense": spec}), contexts[node])), expected, atol=0, rtol=0)
+    assert "residual/0.bias" in contexts[12].state["gradveil.memory"]
+    memory = flower.memory(contexts[12])
+    assert len(memory) == len(list(memory)) == 2
+    del memory["residual/0.bias"]
+    assert list(flower.memory(contexts[12])) == ["residual/0.weight"]
+
+
+def test_dense_replies_suit_any_strategy():
+    """start - lr * sent, so that a plain FedAvg makes the step of the mean of the defended updates."""
+    defense = gradveil.defense("dual-pruning")
+    result, _ = run(
+        FedAvg(min_train_nodes=3, fraction_evaluate=0.0), client_app(defense_mod(defense, lr=LR, send="dense"))
+    )
+    sent = [defense.perturb(gradient(node)) for node in NODES]
+    weights = [node / sum(NODES) for node in NODES]
+    expected = {
+        name: value - LR * sum(weight * update[name] for weight, update in zip(weights, sent, strict=True))
+        for name, value in state_of(start_arrays()).items()
+    }
+    assert_same(state_of(result.arrays), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_rate_may_come_with_the_message():
+    app = client_app(defense_mod("none", send="dense"))
+    reply = app(question(config={"lr": LR}), context_of())
+    assert_same(
+        state_of(reply.content["arrays"]), state_of(trained(start_arrays(), gradient(11))), atol=1e-5, rtol=1e-5
+    )
+    with pytest.raises(InputError, match="neither the mod nor the train message says lr; write defense_mod"):
+        app(question(), context_of())
+
+
+def test_other_messages_pass_untouched():
+    message = question(kind=MessageType.EVALUATE)
+    reply = client_app(defense_mod("gaussian-noise", lr=LR))(message, context_of())
+    assert reply.content["arrays"] == message.content["arrays"]
+
+
+def test_statistics_and_whole_numbers_travel_as_they_are():
+    arrays = ArrayRecord(
+        {
+            "bn.weight": torch.ones(3),
+            "bn.running_mean": torch.zeros(3),
+            "bn.num_batches_tracked": torch.tensor(4),
+            "position_ids": torch.arange(5),
+        }
+    )
+    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR)])
+
+    @app.train()
+    def _(message: Message, _context: Context) -> Message:
+        state = message.content["arrays"].to_torch_state_dict()
+        state["bn.running_mean"] += 2
+        state["bn.num_batches_tracked"] += 1
+        content = RecordDict({"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    result, _ = run(wrapped("gaussian-noise:std=1.0"), app, arrays=arrays)
+    new = result.arrays.to_torch_state_dict()
+    assert new["bn.running_mean"].tolist() == pytest.approx([2, 2, 2])
+    assert new["bn.num_batches_tracked"] == pytest.approx(5)
+    assert new["position_ids"].tolist() == pytest.approx([0, 1, 2, 3, 4])
+    assert not torch.equal(new["bn.weight"], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", DEFENSES.names())
+def test_every_defense_becomes_a_mod_or_says_why_not(name):
+    defense = gradveil.defense(name)
+    if defense.gradient_only and name not in ("secure-aggregation", "risk-slicing"):
+        assert str(defense_mod(name, lr=LR).defense) == str(defense)
+        return
+    words = {
+        "secure-aggregation": "would send every update in the clear",
+        "risk-slicing": r"has to look at public data first: d = gradveil.defense\(...\)",
+    }.get(name, rf"{name} needs the client's data, which a mod never sees(.|\n)*defense.share\(task, images, labels")
+    with pytest.raises(ParameterError, match=words):
+        defense_mod(name, lr=LR)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: defense_mod("none", lr=0), "defense_mod: lr must be a number above 0, got 0"),
+        (lambda: defense_mod("none", send="post"), "defense_mod: send must be one of wire, dense, got 'post'"),
+        (lambda: defense_mod(gradveil.defense("top-k"), keep=0.1), "has its parameters already, got also keep"),
+        (lambda: GradveilStrategy(FedAvg(), "none", lr=-1), "GradveilStrategy: lr must be a number above 0, got -1"),
+        (lambda: flower.simulate(None, None, None, None, actors=0), "simulate: actors must be a whole number"),
+    ],
+)
+def test_bad_arguments_are_refused(make, words):
+    with pytest.raises(ParameterError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("mod", "instructions", "words"),
+    [
+        (defense_mod("none", lr=LR), None, "comes from a server without GradveilStrategy"),
+        (defense_mod("none", lr=0.1), {"defense": "none"}, "mod has lr=0.1, the server's strategy lr=0.5"),
+        (
+            defense_mod("top-k"),
+            {"defense": "none"},
+            "defends with top-k:keep=0.2, the server's .* expects none",
+        ),
+        (defense_mod("none"), {"defense": "none", "lr": -1.0}, "the server's lr must be a number above 0"),
+    ],
+)
+def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instructions, words):
+    with pytest.raises((InputError, ParameterError), match=words):
+        client_app(mod)(question(instructions), context_of())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ({"arrays": start_arrays(), "more": start_arrays()}, r"expected one ArrayRecord.* got \['arrays', 'more'\]"),
+        ({}, r"expected one ArrayRecord.* got \[\]"),
+        ({"arrays": ArrayRecord({"0.weight": torch.zeros(50, 40)})}, "they differ in .'0.bias'."),
+        (
+            {"arrays": ArrayRecord({"0.weight": torch.zeros(40, 50), "0.bias": torch.zeros(50)})},
+            "they differ in .'0.weight'.",
+        ),
+        (
+            {"arrays": ArrayRecord({"0.bias": torch.zeros(50), "0.weight": torch.zeros(50, 40)})},
+            "differ in their order",
+        ),
+        ({"arrays": ArrayRecord({"0.weight": torch.full((50, 40), torch.nan), "0.bias": torch.zeros(50)})}, "NaN"),
+    ],
+)
+def test_an_app_whose_reply_cannot_be_defended_sends_nothing(answer, words):
+    app = ClientApp(mods=[defense_mod("gaussian-noise", lr=LR)])
+
+    @app.train()
+    def _(message: Message, _context: Context) -> Message:
+        return Message(RecordDict(answer), reply_to=message)
+
+    with pytest.raises(InputError, match=words):
+        app(question({"defense": "gaussian-noise:std=0.01"}), context_of())
+
+
+def test_an_apps_error_passes():
+    app = ClientApp(mods=[defense_mod("none", lr=LR)])
+
+    @app.train()
+    def _(message: Message, _context: Context) -> Message:
+        return Message(Error(0, "no data"), reply_to=message)
+
+    assert app(question({"defense": "none"}), context_of()).error.reason == "no data"
+    assert app(question({"defense": "none", "announce": True}), context_of()).error.reason == "no data"
+
+
+# -- the strategy ----------------------------------------------------------------------------------------------------
+
+
+def mean_step(updates, weights) -> dict[str, torch.Tensor]:
+    return {
+        name: value - LR * sum(w * u[name] for w, u in zip(weights, updates, strict=True)) / sum(weights)
+        for name, value in state_of(start_arrays()).items()
+    }
+
+
+def test_around_fedavg_nothing_changes_without_a_defense():
+    with_us, grid = run(wrapped(), client_app(defense_mod("none", lr=LR)), rounds=3)
+    without, _ = run(FedAvg(min_train_nodes=3, fraction_evaluate=0.0), client_app(), rounds=3)
+    assert_same(state_of(with_us.arrays), state_of(without.arrays), atol=1e-5, rtol=1e-5)
+    assert with_us.train_metrics_clientapp[3] == {"loss": pytest.approx(0.5), "gradveil-refused": 0}
+    assert visits(grid.contexts[11]) == 3
+
+
+def test_sparse_updates_travel_small():
+    """A fifth of the values is sent, in 32 bits and a few for its place; measured on Flower's serialised message."""
+    sizes = {}
+    for spec in ("none", "dual-pruning"):
+        strategy = wrapped(spec)
+        _, grid = run(strategy, client_app(defense_mod(spec, lr=LR)))
+        sizes[spec] = sum(grid.received)
+        assert strategy.uploads == pytest.approx(grid.received, rel=0.25, abs=200)
+        assert sum(strategy.downloads) == pytest.approx(sum(grid.sent), rel=0.1)
+    values = len(NODES) * (50 * 40 + 50)
+    assert sizes["none"] == pytest.approx(4 * values, rel=0.1)
+    assert sizes["dual-pruning"] < 0.3 * sizes["none"]
+
+
+def test_an_inner_strategy_gets_the_clients_own_arrays():
+    steps = {11: 0.0, 12: 1.0, 13: 100.0}
+
+    def step(node):
+        return {name: torch.full_like(value, steps[node]) for name, value in gradient(0).items()}
+
+    median, _ = run(
+        wrapped(inner=FedMedian(min_train_nodes=3, fraction_evaluate=0.0)), client_app(defense_mod("none"), step=step)
+    )
+    assert_same(state_of(median.arrays), state_of(trained(start_arrays(), step(12))), atol=1e-5, rtol=1e-5)
+    krum = wrapped(inner=Krum(min_train_nodes=3, fraction_evaluate=0.0, num_malicious_nodes=1))
+    result, _ = run(krum, client_app(defense_mod("none"), step=step))
+    far = result.arrays["0.bias"].numpy() - start_arrays()["0.bias"].numpy()
+    assert np.abs(far).max() < 2 * LR
+
+
+def test_compensation_happens_on_the_server():
+    task = gradveil.Task(
+        torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(40, 50)), input_shape=(1, 5, 8), classes=50
+    )
+    drawn = torch.Generator().manual_seed(0)
+    defense = gradveil.defense("risk-slicing", ratio=0.5, std=0.3)
+    defense.prepare(task, public=(torch.rand(8, 1, 5, 8, generator=drawn), torch.arange(8)), generator=drawn)
+    defense.slice_of = {name.replace("1.", "0."): value for name, value in defense.slice_of.items()}
+    sent = {}
+
+    def tap(node, reply):
+        sent[node] = update_in(reply)
+        return [reply]
+
+    def no_step(_node):
+        return {}
+
+    result, _ = run(wrapped(defense), client_app(defense_mod(defense, lr=LR), step=no_step), tamper=tap)
+    expected = defense.aggregate([sent[node] for node in NODES], weights=NODES)
+    noise = gradveil.defense("none").aggregate([sent[node] for node in NODES], weights=NODES)
+    step = {n: (state_of(start_arrays())[n] - v) / LR for n, v in state_of(result.arrays).items()}
+    assert_same(step, expected, atol=1e-5, rtol=1e-4)
+    assert step["0.weight"].norm() < 0.7 * noise["0.weight"].norm()
+
+
+@pytest.mark.parametrize("spec", ["aligned-dual-pruning", "aligned-dual-pruning+error-feedback"])
+def test_one_client_announces_and_all_send_inside(spec):
+    defense, sent = gradveil.defense(spec), {}
+
+    def tap(node, reply):
+        if "gradveil.update" in reply.content:
+            sent[node] = reply.content["gradveil.update"]["bytes"].data
+        return [reply]
+
+    strategy = wrapped(spec, inner=FedAvg(min_train_nodes=3, fraction_evaluate=0.0))
+    result, grid = run(strategy, client_app(defense_mod(spec, lr=LR)), tamper=tap)
+    assert not strategy.faults
+    # The elected client trained twice, but its app's state is that of one training.
+    assert len(grid.sent) == 4
+    assert [visits(context) for context in grid.contexts.values()] == [1, 1, 1]
+    publisher = next(
+        node
+        for node in NODES
+        if all(
+            wire.digest(inner_of(defense).publish(exact_update(node))) == digest_of(message)
+            for message in sent.values()
+        )
+    )
+    public = inner_of(defense).publish(exact_update(publisher))
+    updates = [defense.perturb(exact_update(node), memory={}, public=public) for node in NODES]
+    assert_same(state_of(result.arrays), mean_step(updates, NODES), atol=1e-5, rtol=1e-5)
+    assert strategy.uploads[-1] > strategy.uploads[0]  # the announcement is counted
+
+
+def inner_of(defense):
+    return getattr(defense, "inner", defense)
+
+
+def exact_update(node: int) -> Update:
+    return update_in(client_app(defense_mod("none"))(question({"defense": "none"}), context_of(node)))
+
+
+def digest_of(message: bytes) -> bytes:
+    return wire.container.read(memoryview(message))[0].digest
+
+
+def test_a_lying_publisher_is_refused_and_the_next_one_elected():
+    first = []
+
+    def tamper(node, reply):
+        if "gradveil.locations" in reply.content and not first:
+            first.append(node)
+            everything = {name: torch.ones_like(value, dtype=torch.bool) for name, value in gradient(0).items()}
+            reply.content["gradveil.locations"] = flower._bytes_record(wire.encode_locations(everything))
+        return [reply]
+
+    strategy = wrapped("aligned-dual-pruning")
+    result, _ = run(strategy, client_app(defense_mod("aligned-dual-pruning", lr=LR)), tamper=tamper)
+    [fault] = strategy.faults
+    assert fault.node == first[0]
+    assert "may mark 800 locations, got 2000" in fault.reason
+    assert result.arrays is not None
+
+
+def repaired(message: bytes) -> bytes:
+    rest = message[14:]
+    return message[:10] + struct.pack("<I", zlib.crc32(rest)) + rest
+
+
+def with_update(reply: Message, update: Update, number: int | None = 1) -> list[Message]:
+    update.meta.round = number
+    reply.content["gradveil.update"] = flower._bytes_record(wire.encode(update))
+    return [reply]
+
+
+def with_bytes(reply: Message, change) -> list[Message]:
+    data = bytearray(reply.content["gradveil.update"]["bytes"].data)
+    reply.content["gradveil.update"] = flower._bytes_record(bytes(change(data)))
+    return [reply]
+
+
+def flip_bit(data: bytearray) -> bytearray:
+    data[len(data) // 2] ^= 4
+    return data
+
+
+def put_nan(data: bytearray) -> bytes:
+    data[-4:] = struct.pack("<f", float("nan"))  # the last value of a dense layer
+    return repaired(bytes(data))
+
+
+def with_metrics(reply: Message, **metrics) -> list[Message]:
+    reply.content["metrics"] = MetricRecord(metrics)
+    return [reply]
+
+
+def like(dtype=torch.float32, **changes) -> Update:
+    return Update({**{name: value.to(dtype) for name, value in gradient(0).items()}, **changes})
+
+
+def with_statistic(name: str, value: torch.Tensor):
+    def change(reply):
+        return with_update(reply, Update(gradient(0), Meta(buffers={name: value})))
+
+    return change
+
+
+def with_record(key, record):
+    def change(reply):
+        reply.content[key] = record
+        return [reply]
+
+    return change
+
+
+def without_update(reply):
+    del reply.content["gradveil.update"]
+    reply.content["arrays"] = start_arrays()
+    return [reply]
+
+
+BAD = {
+    "nothing": (lambda _reply: [], "no reply"),
+    "error": (lambda reply: [Message(Error(3, "out of memory"), reply_to=back(reply))], "error 3: out of memory"),
+    "short": (lambda reply: with_bytes(reply, lambda data: data[:-3]), "expected the bytes of an encoded update"),
+    "bit": (lambda reply: with_bytes(reply, flip_bit), "expected the bytes of an encoded update"),
+    "empty": (lambda reply: with_bytes(reply, lambda _data: b""), "expected the bytes of an encoded update"),
+    "nan": (lambda reply: with_bytes(reply, put_nan), "values must be finite, got NaN or Inf"),
+    "shape": (
+        lambda reply: with_update(reply, like(**{"0.bias": torch.zeros(51)})),
+        r"expected float32 \[50\] as layer '0.bias', got float32 \[51\]",
+    ),
+    "type": (
+        lambda reply: with_update(reply, like(torch.float64)),
+        r"expected float32 \[50, 40\] as layer '0.weight', got float64",
+    ),
+    "layers": (lambda reply: with_update(reply, like(extra=torch.zeros(1))), "expected nothing as layer 'extra'"),
+    "stale": (lambda reply: with_update(reply, like(), 0), "it is an update of round 0"),
+    "no round": (lambda reply: with_update(reply, like(), None), "it is an update of round None"),
+    "dense": (without_update, "it holds no update of gradveil"),
+    "more arrays": (with_record("arrays", start_arrays()), r"it holds arrays beside the update: \['arrays'\]"),
+    "two updates": (
+        with_record("gradveil.update", ArrayRecord({"a": Array(np.zeros(1)), "b": Array(np.zeros(1))})),
+        "expected one array of bytes",
+    ),
+    "other record": (with_record("gradveil.update", MetricRecord({"a": 1})), "it holds no update of gradveil"),
+    "statistic": (
+        with_statistic("running_mean", torch.zeros(3)),
+        "expected statistics of the model, got 'running_mean'",
+    ),
+    "weight": (lambda reply: with_metrics(reply, loss=0.5), "expected one MetricRecord with 'num-examples'"),
+    "negative": (
+        lambda reply: with_metrics(reply, **{"num-examples": -1, "loss": 0.5}),
+        "num-examples must be a number above 0, got -1",
+    ),
+    "no number": (
+        lambda reply: with_metrics(reply, **{"num-examples": float("nan"), "loss": 0.5}),
+        "num-examples must be a number above 0, got nan",
+    ),
+    "a list": (
+        lambda reply: with_metrics(reply, **{"num-examples": [1, 2], "loss": 0.5}),
+        "num-examples must be a number above 0",
+    ),
+    "metrics": (lambda reply: with_metrics(reply, **{"num-examples": 5, "loss": [0.5]}), "its metrics are"),
+}
+
+
+def back(reply: Message) -> Message:
+    """A question that this was the reply to."""
+    message = question()
+    message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    message.metadata.__dict__["_dst_node_id"] = reply.metadata.src_node_id
+    return message
+
+
+@pytest.mark.parametrize("fault", BAD)
+def test_a_bad_reply_is_named_and_the_others_make_the_round(fault):
+    tamper, words = BAD[fault]
+    strategy = wrapped()
+    app = client_app(defense_mod("none", lr=LR))
+    result, _ = run(strategy, app, tamper=lambda node, reply: tamper(reply) if node == 12 else [reply])
+    [named] = strategy.faults
+    assert (named.round, named.node) == (1, 12)
+    assert re.search(words, named.reason), named.reason
+    assert_same(state_of(result.arrays), mean_step([gradient(11), gradient(13)], [11, 13]), atol=1e-5, rtol=1e-5)
+    assert result.train_metrics_clientapp[1]["gradveil-refused"] == 1
+
+
+def test_a_second_reply_and_a_strangers_are_refused():
+    def tamper(node, reply):
+        if node == 12:
+            return [reply, reply]
+        if node == 13:
+            stranger = message_from_proto(message_to_proto(reply))
+            stranger.metadata.__dict__["_src_node_id"] = 99
+            return [stranger]
+        return [reply]
+
+    strategy = wrapped()
+    result, _ = run(strategy, client_app(defense_mod("none")), tamper=tamper)
+    assert {(fault.node, fault.reason) for fault in strategy.faults} == {
+        (12, "it was sent twice"),
+        (13, "it was sent by node 99"),
+    }
+    assert_same(state_of(result.arrays), mean_step([gradient(11), gradient(12)], [11, 12]), atol=1e-5, rtol=1e-5)
+
+    arrays = start_arrays()
+    grid = LoopGrid(client_app(defense_mod("none")))
+    replies = list(grid.send_and_receive(strategy.configure_train(2, arrays, ConfigRecord(), grid)))
+    replies[0].metadata.__dict__["_reply_to_message_id"] = "question of another round"
+    strategy.aggregate_train(2, replies)
+    assert [fault.reason for fault in strategy.faults[2:]] == ["it answers no message of this round", "no reply"]
+
+
+def test_if_no_update_is_left_the_model_stays():
+    strategy = wrapped()
+    result, _ = run(
+        strategy, client_app(defense_mod("none")), rounds=2, tamper=lambda _node, reply: BAD["bit"][0](reply)
+    )
+    assert len(result.arrays) == 0  # Flower's result of a training that never moved
+    assert len(strategy.faults) == 6
+
+
+def test_a_client_that_defends_otherwise_is_named():
+    app = client_app(defense_mod("top-k", lr=LR))
+    strategy = wrapped("none")
+    run(strategy, app)
+    assert {fault.node for fault in strategy.faults} == set(NODES)
+    assert "this client defends with top-k:keep=0.2, the server's strategy expects none" in strategy.faults[0].reason
+
+
+def test_a_model_that_stops_being_finite_stops_the_training():
+    class Exploding(FedAvg):
+        def aggregate_train(self, server_round, replies):
+            _, metrics = super().aggregate_train(server_round, replies)
+            return ArrayRecord({"w": torch.tensor([torch.inf])}), metrics
+
+    strategy = wrapped(inner=Exploding(min_train_nodes=3, fraction_evaluate=0.0))
+    with pytest.raises(NotFiniteError, match="the model stopped being finite in round 1"):
+        run(strategy, client_app(defense_mod("none")))
+    with pytest.raises(NotFiniteError, match="start - lr \\* update overflows in 'w'"):
+        flower._moved(ArrayRecord({"w": torch.ones(1)}), Update({"w": torch.full((1,), 3e38)}), lr=4)
+
+
+def test_an_inner_strategy_that_sends_several_models_is_refused():
+    class Several(FedAvg):
+        def configure_train(self, *args):
+            messages = list(super().configure_train(*args))
+            messages[0].content = RecordDict({**messages[0].content, "arrays": start_arrays(5)})
+            return messages
+
+    with pytest.raises(InputError, match="Several sends different models to the clients of a round"):
+        run(wrapped(inner=Several(min_train_nodes=3, fraction_evaluate=0.0)), client_app(defense_mod("none")))
+
+
+def test_rounds_without_training_and_evaluation_are_the_inner_strategys():
+    strategy = GradveilStrategy(FedAvg(fraction_train=0.0, min_evaluate_nodes=3), "none", lr=LR)
+    grid = LoopGrid(client_app())
+    assert list(strategy.configure_train(1, start_arrays(), ConfigRecord(), grid)) == []
+    with pytest.raises(InputError, match="round 1 was aggregated before it was configured"):
+        strategy.aggregate_train(1, [])
+    assert len(list(strategy.configure_evaluate(1, start_arrays(), ConfigRecord(), grid))) == 3
+    assert strategy.aggregate_evaluate(1, []) is None
+
+
+def test_mutated_updates_never_move_the_model():
+    """Single bytes changed, with the checksum as it was; and NaN, shapes, types and rounds with a good checksum."""
+    rng, strategy = random.Random(0), wrapped()
+    arrays, grid = start_arrays(), LoopGrid(client_app(defense_mod("none")), nodes=NODES)
+    for number in range(1, 61):
+
+        def change(data):
+            for _ in range(rng.randint(1, 3)):
+                data[rng.randrange(len(data))] ^= rng.randrange(1, 256)
+            return data
+
+        grid.tamper = lambda _node, reply, change=change: with_bytes(reply, change)
+        replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+        assert strategy.aggregate_train(number, replies) == (None, None)
+    assert len(strategy.faults) == 60 * len(NODES)
+
+
+# -- the simulated training ------------------------------------------------------------------------------------------
+
+
+def in_process(job, server, _actors):
+    """Flower's server app and client app, called one after the other instead of on Ray."""
+    app = ClientApp()
+    app.train()(lambda message, context: flower._work(job, message, context))
+    server(LoopGrid(app, nodes=range(100, 100 + job.training.clients)), context_of())
+
+
+FIVE = Training(rounds=5, clients=4, clients_per_round=3, batch_size=16, lr=0.05, evaluate_every=2, seed=3)
+
+
+def task_for(dataset, *layers) -> gradveil.Task:
+    """Rounding must not decide which of two values is pruned: in double precision, and with a third class, since with
+    two the gradients of the last layer are the same but for the sign."""
+    shape = dataset.train.input_shape
+    torch.manual_seed(0)
+    layers = layers or (torch.nn.Flatten(), torch.nn.Linear(144, 20), torch.nn.Sigmoid(), torch.nn.Linear(20, 3))
+    return gradveil.Task(torch.nn.Sequential(*layers).double(), input_shape=shape, classes=3)
+
+
+def batch_norm() -> tuple[torch.nn.Module, ...]:
+    nn = torch.nn
+    return nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Sigmoid(), nn.Flatten(), nn.Linear(300, 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "layers", "changes"),
+    [
+        ("none", (), {}),
+        ("none", batch_norm(), {}),
+        ("none", (), {"local": gradveil.LocalSteps(2, 8, 0.05), "momentum": 0.0, "scheme": "classes"}),
+        ("gaussian-noise:std=0.01", (), {}),
+        ("dual-pruning+error-feedback", (), {}),
+        ("aligned-dual-pruning+error-feedback", (), {}),
+        ("risk-slicing:ratio=0.5", (), {"rounds": 2}),
+        ("dp-sgd", (), {"scheme": "dirichlet"}),
+        ("soteria", (), {"rounds": 2}),
+    ],
+)
+def test_flower_trains_what_the_local_engine_trains(two_blobs, monkeypatch, spec, layers, changes):
+    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    training, seen = dataclasses.replace(FIVE, **changes), []
+    here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training)
+    there = flower.simulate(
+        task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training, progress=lambda *at: seen.append(at)
+    )
+    assert_same(there.task.parameters, here.task.parameters, atol=1e-12, rtol=1e-9)
+    assert_same(there.task.buffers, here.task.buffers, atol=1e-12, rtol=1e-9)
+    assert there.upload_bytes == pytest.approx(here.upload_bytes, rel=0.01, abs=100)
+    assert there.download_bytes >= 8 * here.task.size
+    assert (there.accuracy, there.history, there.privacy) == (here.accuracy, here.history, here.privacy)
+    assert seen == [(number, training.rounds) for number in range(1, training.rounds + 1)]
+
+
+def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):
+    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    training = dataclasses.replace(FIVE, lr=1e200)
+    layers = torch.nn.Flatten(), torch.nn.Linear(144, 8), torch.nn.Linear(8, 3)
+    here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense("none"), training)
+    there = flower.simulate(task_for(two_blobs, *layers), two_blobs, gradveil.defense("none"), training)
+    assert there.diverged == here.diverged is not None
+    assert all(torch.isfinite(value).all() for value in there.task.parameters.values())
+
+
+def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):
+    class Broken(type(gradveil.defense("none"))):
+        def share(self, *args, **kwargs):
+            raise InputError("broken on purpose")
+
+    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    with pytest.raises(InputError, match="flower: round 1, node 10.: error 2: .*broken on purpose"):
+        flower.simulate(task_for(two_blobs), two_blobs, Broken(), FIVE)
+
+
+@pytest.mark.slow
+def test_the_same_on_ray(two_blobs, monkeypatch):
+    """Five rounds on Flower's own simulation, undefended: the local engine's weights to 1e-4."""
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr("flwr.supercore.telemetry.FLWR_TELEMETRY_ENABLED", "0")
+    here = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), FIVE)
+    there = flower.simulate(task_for(two_blobs), two_blobs, gradveil.defense("none"), FIVE, actors=2)
+    assert_same(there.task.parameters, here.task.parameters, atol=1e-4, rtol=0)
+    assert there.history == here.history
+    assert there.round_seconds > 0
+
+
+# -- Flower is optional ----------------------------------------------------------------------------------------------
+
+
+def test_it_is_an_attribute_of_the_package():
+    assert gradveil.flower is flower
+    with pytest.raises(AttributeError, match="module 'gradveil' has no attribute 'flour'"):
+        _ = gradveil.flour
+
+
+def test_without_flower_the_error_says_what_to_install(monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flwr"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "flwr", None)
+    monkeypatch.delitem(sys.modules, "gradveil.federation.flower")
+    with pytest.raises(ImportError, match=r"pip install 'gradveil\[flower\]'"):
+        importlib.import_module("gradveil.federation.flower")
