@@ -6,13 +6,17 @@ TORCH  ?= torch==2.13.0
 # Small networks run slower on many threads than on one as soon as anything else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: audit test lint format clean
+.PHONY: audit test test-deployment lint format clean
 
 audit: .venv/.installed
 	$(BIN)/gradveil audit --resume
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Starts a Flower deployment on loopback: a SuperLink and SuperNodes with TLS and keys. A few minutes.
+test-deployment: .venv/.installed-dev
+	$(BIN)/python -m pytest -m deployment tests/federation/test_deployment.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

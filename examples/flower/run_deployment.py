@@ -2,6 +2,7 @@
 
     python examples/flower/run_deployment.py              # train, print what came of it, stop everything
     python examples/flower/run_deployment.py --kill-one   # one SuperNode dies in the second round
+    python examples/flower/run_deployment.py --simulation # the same app, its SuperNodes simulated on Ray
 
 Everything lives in a temporary folder and on free ports of the loopback interface, and is stopped at the end. No
 more than `--minutes` are spent. How it is done for real: make the keys on the machines they belong to, and let the
@@ -110,10 +111,11 @@ class Deployment:
     Args:
         folder: an empty folder for keys, configuration and logs.
         seconds: after this time nothing is waited for any more.
+        simulation: whether the SuperLink simulates the SuperNodes; then there are none to authenticate.
     """
 
-    def __init__(self, folder: Path, seconds: float) -> None:
-        self.folder, self.deadline = folder, time.monotonic() + seconds
+    def __init__(self, folder: Path, seconds: float, *, simulation: bool = False) -> None:
+        self.folder, self.deadline, self.simulation = folder, time.monotonic() + seconds, simulation
         self.address = f"127.0.0.1:{free_port()}"
         self.processes: dict[str, subprocess.Popen] = {}
         self.environment = {
@@ -140,7 +142,7 @@ class Deployment:
                 "flower-superlink",
                 f"--host={host}",
                 f"--port={port}",
-                "--enable-supernode-auth",
+                "--simulation" if self.simulation else "--enable-supernode-auth",
                 "--disable-runtime-dependency-installation",
                 *options,
             )
@@ -199,16 +201,16 @@ class Deployment:
         """Tell the SuperLink of a SuperNode's public key; the number it gives the node."""
         return int(json.loads(self.flwr("supernode", "register", f"{key}.pub", "--format", "json"))["node-id"])
 
-    def start_node(self, name: str, key: Path, partition: int) -> subprocess.Popen:
+    def start_node(self, name: str, key: Path | None, partition: int) -> subprocess.Popen:
         return self.start(
             name,
             "flower-supernode",
             f"--superlink={self.address}",
             f"--root-certificates={self.folder / 'ca.pem'}",
-            f"--auth-supernode-private-key={key}",
             f"--port={free_port()}",
             f"--node-config=partition-id={partition} num-partitions={NODES}",
             "--max-wait-time=60",
+            *([] if key is None else [f"--auth-supernode-private-key={key}"]),
         )
 
     def kill(self, name: str) -> None:
@@ -243,6 +245,8 @@ class Run:
     def __init__(self, deployment: Deployment, *config: str) -> None:
         self.lines: list[str] = []
         command = ["flwr", "run", str(APP), "deployment", "--stream"]
+        if deployment.simulation:
+            command.append(f"--federation-config=num-supernodes={NODES}")
         self.deployment = deployment
         self.process = deployment.start("run", *command, *(f"--run-config={item}" for item in config))
 
@@ -274,23 +278,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--kill-one", action="store_true", help="kill a SuperNode in the second round")
+    parser.add_argument("--simulation", action="store_true", help="simulate the SuperNodes on Ray")
     parser.add_argument("--minutes", type=float, default=10)
     options = parser.parse_args()
+    if options.kill_one and options.simulation:
+        parser.error("there is no SuperNode to kill in a simulation")
     with (
-        tempfile.TemporaryDirectory() as folder,
-        Deployment(Path(folder), 60 * options.minutes) as deployment,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        Deployment(Path(folder), 60 * options.minutes, simulation=options.simulation) as deployment,
     ):
-        numbers = {}
-        for index in range(NODES):
-            key = make_node_key(Path(folder), f"node{index}")
-            numbers[f"node{index}"] = deployment.register(key)
-            deployment.start_node(f"node{index}", key, index)
-        print("SuperNodes:", ", ".join(f"{name} is {number}" for name, number in numbers.items()))
-        for line in deployment.run(f"rounds={options.rounds}", f"nodes={NODES}", "round-timeout=60.0"):
+        for index in range(0 if options.simulation else NODES):
+            name = f"node{index}"
+            key = make_node_key(Path(folder), name)
+            print(f"{name} is {deployment.register(key)}")
+            deployment.start_node(name, key, index)
+        for line in deployment.run(f"rounds={options.rounds}", f"nodes={NODES}", "round-timeout=90.0"):
             print(line)
             if options.kill_one and "[ROUND 2/" in line:
-                deployment.kill(f"node{NODES - 1}")
-                print(f"killed node{NODES - 1}")
+                deployment.kill(name)
+                print(f"killed {name}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,97 @@
+"""The example app as a real deployment: servers, TLS, keys. Minutes long, so only with `make test-deployment`."""
+
+import importlib.util
+import re
+import socket
+import ssl
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "flower" / "run_deployment.py"
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
+
+
+@pytest.fixture
+def example():
+    spec = importlib.util.spec_from_file_location("run_deployment", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Commands of all processes that were started with this folder as Flower's home."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"FLWR_HOME={folder}\0".encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            continue  # it ended meanwhile, or is somebody else's
+    return found
+
+
+def until(condition, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.5)
+    return condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_training_survives_a_dead_node_and_a_stranger_is_refused(example, tmp_path):
+    with example.Deployment(tmp_path, seconds=600) as deployment:
+        host, port = deployment.address.split(":")
+        trusting = ssl.create_default_context(cafile=tmp_path / "ca.pem")
+        with (
+            socket.create_connection((host, int(port))) as plain,
+            trusting.wrap_socket(plain, server_hostname=host) as line,
+        ):
+            assert line.version() == "TLSv1.3"
+        with (
+            socket.create_connection((host, int(port))) as plain,
+            pytest.raises(ssl.SSLCertVerificationError),
+        ):
+            ssl.create_default_context().wrap_socket(plain, server_hostname=host)
+
+        strangers = {"unregistered": example.make_node_key(tmp_path, "unregistered"), "keyless": None}
+        for name, key in strangers.items():
+            stranger = deployment.start_node(name, key, 0)
+            assert until(lambda stranger=stranger: stranger.poll() is not None, 90), deployment.log(name).read_text()
+            assert stranger.returncode != 0
+            assert "could not establish a connection to the SuperLink" in deployment.log(name).read_text()
+
+        numbers = {}
+        for index in range(example.NODES):
+            key = example.make_node_key(tmp_path, f"node{index}")
+            numbers[f"node{index}"] = deployment.register(key)
+            deployment.start_node(f"node{index}", key, index)
+        run = deployment.run("rounds=4", "nodes=3", "round-timeout=90.0")
+        for line in run:
+            if "[ROUND 2/" in line:
+                deployment.kill("node2")
+        log = "\n".join(run.lines)
+
+        assert "[ROUND 1/4]\nINFO :      configure_train: Sampled 3 nodes (out of 3)" in log
+        assert re.search(
+            rf"refused: round 2, node {numbers['node2']}: (error 5: Error: Node Unavailable|no reply)", log
+        )
+        assert re.search(rf"node {numbers['node2']} failed in [123] rounds", log)
+        assert not re.search(rf"refused: round \d, node ({numbers['node0']}|{numbers['node1']})", log)
+        accuracy = float(re.search(r"accuracy ([\d.]+) after 4 rounds", log)[1])
+        assert accuracy > 0.7
+        sent, dense = re.search(r"a client sent ([\d,]+) bytes a round; the whole model has ([\d,]+)", log).groups()
+        assert int(sent.replace(",", "")) < 0.3 * int(dense.replace(",", ""))
+    assert until(lambda: not processes_of(tmp_path), 30), processes_of(tmp_path)
+
+
+def test_the_same_app_runs_under_the_simulation(example, tmp_path):
+    with example.Deployment(tmp_path, seconds=600, simulation=True) as deployment:
+        run = deployment.run("rounds=2", "nodes=3")
+        log = "\n".join(run)
+    assert "[ROUND 2/2]\nINFO :      configure_train: Sampled 3 nodes (out of 3)" in log, log
+    assert float(re.search(r"accuracy ([\d.]+) after 2 rounds", log)[1]) > 0.6
+    assert "refused:" not in log
