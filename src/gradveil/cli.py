@@ -21,8 +21,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import gradveil
+from gradveil import checks, models, report
 from gradveil import data as datasets
-from gradveil import models, report
 from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
@@ -191,6 +191,9 @@ def train(
         int | None, typer.Option(help="Rounds between evaluations; default: a tenth of all.")
     ] = None,
     execution: Annotated[str, typer.Option(help="Clients in a loop, batch, compile; auto: by size.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil[flower]).")
+    ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     output: Annotated[
         Path | None, typer.Option("--out", help="Folder for checkpoints, training.json and the plot, training.html.")
@@ -219,8 +222,12 @@ def train(
         local_momentum=local_momentum,
         evaluate_every=evaluate_every,
         execution=execution,
+        engine=engine,
         seed=seed,
     )
+    checks.choice("train", "engine", engine, ("local", "flower"))
+    if engine == "flower" and resume:
+        raise ParameterError("train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local")
     if output is not None:
         settings = _remember(settings, context, output, resume)
     elif resume:
@@ -233,6 +240,9 @@ def train(
         for number, chosen in enumerate(defenses, 1):
             name = str(chosen) if len(defenses) == 1 else f"{chosen} ({number} of {len(defenses)})"
             with _live_training(name, training.rounds) as watch:
+                if settings.engine == "flower":
+                    results[str(chosen)] = gradveil.flower.simulate(task, loaded, chosen, training, watch=watch)
+                    continue
                 results[str(chosen)] = run_training(
                     task,
                     loaded,
@@ -295,6 +305,7 @@ class _TrainSettings:
     local_momentum: float
     evaluate_every: int | None
     execution: str
+    engine: str
     seed: int
 
     @property

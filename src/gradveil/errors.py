@@ -31,3 +31,7 @@ class UnknownNameError(GradveilError, LookupError):
 
 class OutputError(GradveilError):
     """Results cannot be written where they should go, or would overwrite others."""
+
+
+class MissingPackageError(GradveilError, ImportError):
+    """Something optional was asked for whose packages are not installed."""

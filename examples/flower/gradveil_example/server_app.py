@@ -29,6 +29,6 @@ def main(grid: Grid, context: Context) -> None:
     sent = sum(strategy.uploads) / len(strategy.uploads)
     print(f"accuracy {accuracy(model):.3f} after {config['rounds']} rounds under {DEFENSE}")
     print(f"a client sent {sent:,.0f} bytes a round; the whole model has {dense:,}")
-    for node, count in Counter(fault.node for fault in strategy.faults).items():
-        reasons = sorted({fault.reason for fault in strategy.faults if fault.node == node})
+    for node, count in Counter(fault.client for fault in strategy.faults).items():
+        reasons = sorted({fault.reason for fault in strategy.faults if fault.client == node})
         print(f"node {node} failed in {count} rounds: {'; '.join(reasons)}")

@@ -30,15 +30,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from gradveil.errors import GradveilError, InputError, MissingPackageError, NotFiniteError, ParameterError
+
 try:
     from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
     from flwr.clientapp import ClientApp
+    from flwr.common.constant import ErrorCode
     from flwr.serverapp import Grid, ServerApp
     from flwr.serverapp.strategy import FedAvg, Result, Strategy
 except ModuleNotFoundError as missing:
     if missing.name is not None and missing.name.partition(".")[0] != "flwr":
         raise
-    raise ImportError(
+    raise MissingPackageError(
         "gradveil.flower needs Flower, which is not installed: pip install 'gradveil[flower]'"
     ) from missing
 
@@ -54,7 +57,6 @@ from gradveil.defenses.base import (
     needs_preparing,
     published,
 )
-from gradveil.errors import GradveilError, InputError, NotFiniteError, ParameterError
 from gradveil.federation.local import (
     Training,
     TrainingResult,
@@ -393,26 +395,46 @@ def _moved(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
 # -- the server ------------------------------------------------------------------------------------------------------
 
 
+MISSING = "missing"
+STRANGER = "stranger"
+DUPLICATE = "duplicate"
+MALFORMED = "malformed"
+STALE = "stale"
+FAILED = "failed"
+
+
 @dataclass(frozen=True)
 class Fault:
-    """Something that a node did not do as it should.
+    """One thing one client did wrong.
 
     Args:
-        round: the round.
-        node: Flower's number of the node.
-        reason: what was wrong with its reply, or that there was none.
+        round: when.
+        client: who, by Flower's number of the node.
+        kind: ``"missing"``: no reply, or the node is gone; ``"failed"``: the client reports an error; ``"stranger"``:
+            not asked; ``"duplicate"``: a second reply; ``"stale"``: an update of another round; ``"malformed"``:
+            anything else that is no update of this model.
+        reason: what was expected and what was got.
 
     Example:
-        >>> str(Fault(3, 17, "no reply"))
-        'round 3, node 17: no reply'
+        >>> str(Fault(3, 17, "missing", "no reply"))
+        'round 3, client 17: missing: no reply'
     """
 
     round: int
-    node: int
+    client: int
+    kind: str
     reason: str
 
     def __str__(self) -> str:
-        return f"round {self.round}, node {self.node}: {self.reason}"
+        return f"round {self.round}, client {self.client}: {self.kind}: {self.reason}"
+
+
+class _Refused(Exception):
+    """Why a reply is not used."""
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
 @dataclass
@@ -581,15 +603,15 @@ class GradveilStrategy(Strategy):
             try:
                 answers = list(grid.send_and_receive([ask], timeout=self._timeout))
                 if not answers:
-                    raise InputError("no announcement")
+                    raise _Refused(MISSING, "no announcement")
                 _refuse_error(answers[0])
                 now.announcement_up += _size(answers[0].content)
                 now.announcement_down += _size(ask.content)
                 data = _bytes_of(answers[0].content, LOCATIONS)
                 public = None if data is None else wire.decode_locations(data, like=now.parameters)
                 self.defense.check_public(public, now.parameters)
-            except GradveilError as error:
-                self._refuse(now, node, str(error))
+            except (_Refused, GradveilError) as error:
+                self._refuse(now, node, error)
                 continue
             return public
         return None
@@ -603,27 +625,28 @@ class GradveilStrategy(Strategy):
             # The error for a dead node comes from the SuperLink, so it is the question that tells whose it is.
             node = node_of.get(message.metadata.reply_to_message_id)
             if node is None:
-                self._refuse(now, message.metadata.src_node_id, "it answers no message of this round")
+                nobody = _Refused(STRANGER, "it answers no message of this round")
+                self._refuse(now, message.metadata.src_node_id, nobody)
                 continue
             try:
                 _refuse_error(message)
                 if message.metadata.src_node_id != node:
-                    raise InputError(f"it was sent by node {message.metadata.src_node_id}")
+                    raise _Refused(STRANGER, f"its reply came from node {message.metadata.src_node_id}")
                 if node in heard:
-                    raise InputError("it was sent twice")
+                    raise _Refused(DUPLICATE, "expected one reply, got another one; the first counts")
                 opened[node] = self._open(now, message)
-            except GradveilError as error:
-                self._refuse(now, node, str(error))
+            except (_Refused, GradveilError) as error:
+                self._refuse(now, node, error)
             heard.add(node)
         for node in node_of.values():
             if node not in heard:
-                self._refuse(now, node, "no reply")
+                self._refuse(now, node, _Refused(MISSING, "no reply"))
         # Strategies stop at replies with different metrics; one client must not stop the others.
         shapes = {node: _metrics_shape(one.message.content) for node, one in opened.items()}
         usual = Counter(shapes.values()).most_common(1)
         for node, shape in shapes.items():
             if shape != usual[0][0]:
-                self._refuse(now, node, f"its metrics are {shape}, most others' {usual[0][0]}")
+                self._refuse(now, node, InputError(f"its metrics are {shape}, most others' {usual[0][0]}"))
                 del opened[node]
         return [opened[node] for node in node_of.values() if node in opened]
 
@@ -636,7 +659,7 @@ class GradveilStrategy(Strategy):
             raise InputError(f"it holds arrays beside the update: {_model_keys(message.content)}")
         update = wire.decode(data, self.defense.locations(now.public), like=now.parameters)
         if update.meta.round != now.number:
-            raise InputError(f"it is an update of round {update.meta.round}")
+            raise _Refused(STALE, f"expected an update of round {now.number}, got one of round {update.meta.round}")
         for name, value in update.meta.buffers.items():
             expected = now.buffers.get(name)
             if expected is None or expected.shape != value.shape:
@@ -652,10 +675,10 @@ class GradveilStrategy(Strategy):
             raise InputError(f"expected one MetricRecord with {self._weight_key!r}, got {_metrics_shape(content)}")
         return checks.number("reply", self._weight_key, records[0][self._weight_key], above=0)
 
-    def _refuse(self, now: _Round, node: int, reason: str) -> None:
-        fault = Fault(now.number, node, reason)
-        self.faults.append(fault)
-        logger.warning("gradveil: refused: %s", fault)
+    def _refuse(self, now: _Round, node: int, error: Exception) -> None:
+        kind = error.kind if isinstance(error, _Refused) else MALFORMED
+        self.faults.append(Fault(now.number, node, kind, str(error)))
+        logger.warning("gradveil: refused: %s", self.faults[-1])
 
 
 def _model_keys(content: RecordDict) -> list[str]:
@@ -664,7 +687,8 @@ def _model_keys(content: RecordDict) -> list[str]:
 
 def _refuse_error(message: Message) -> None:
     if message.has_error():
-        raise InputError(f"error {message.error.code}: {message.error.reason}")
+        kind = MISSING if message.error.code == ErrorCode.NODE_UNAVAILABLE else FAILED
+        raise _Refused(kind, f"error {message.error.code}: {message.error.reason}")
 
 
 def _metrics_shape(content: RecordDict) -> tuple[Any, ...]:
@@ -854,7 +878,7 @@ def _run_on_ray(job: _Job, server: ServerApp, actors: int | None) -> None:
         from flwr.simulation.run_simulation import _run_simulation
         from flwr.supercore.telemetry import EventType
     except ImportError as error:
-        raise ImportError(
+        raise MissingPackageError(
             "gradveil.flower.simulate needs the simulation of Flower 1.41: pip install 'gradveil[flower]'"
         ) from error
     if ray.is_initialized():
