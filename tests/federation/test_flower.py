@@ -347,6 +347,25 @@ def test_an_apps_error_passes():
     assert app(question({"defense": "none", "announce": True}), context_of()).error.reason == "no data"
 
 
+def test_a_defense_that_needs_the_data_takes_three_lines(tiny_task, tiny_batch):
+    defense, app, sent = gradveil.defense("soteria", rate=0.5), ClientApp(), {}
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        task = tiny_task.with_parameters(message.content["arrays"].to_torch_state_dict())
+        update = defense.share(task, *tiny_batch, memory=flower.memory(context))
+        sent[context.node_id] = update
+        return flower.reply(message, update, defense, {"loss": 1.5})
+
+    result, _ = run(wrapped(defense), app, arrays=ArrayRecord(tiny_task.parameters))
+    assert result.train_metrics_clientapp[1] == {"loss": 1.5, "gradveil-refused": 0}
+    for name, value in tiny_task.parameters.items():
+        step = sum(update[name] for update in sent.values()) / len(NODES)  # as many samples in each
+        torch.testing.assert_close(torch.from_numpy(result.arrays[name].numpy()), value - LR * step)
+    with pytest.raises(InputError, match="this client defends with soteria:rate=0.5,.* expects none"):
+        flower.reply(question({"defense": "none"}), sent[11], defense)
+
+
 # -- the strategy ----------------------------------------------------------------------------------------------------
 
 
