@@ -780,7 +780,19 @@ def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):
     here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense("none"), training)
     there = flower.simulate(task_for(two_blobs, *layers), two_blobs, gradveil.defense("none"), training)
     assert there.diverged == here.diverged is not None
+    assert there.history == here.history
     assert all(torch.isfinite(value).all() for value in there.task.parameters.values())
+
+
+def test_a_step_that_is_not_finite_is_not_taken(two_blobs, monkeypatch):
+    finite = iter([True, True, False])
+    monkeypatch.setattr(flower, "_is_finite", lambda _record: next(finite))
+    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    stopped = flower.simulate(task_for(two_blobs), two_blobs, gradveil.defense("none"), FIVE)
+    two = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(FIVE, rounds=2))
+    assert stopped.diverged == 2
+    assert stopped.history[-1] == two.history[-1]
+    assert_same(stopped.task.parameters, two.task.parameters, atol=1e-12, rtol=1e-9)
 
 
 def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):

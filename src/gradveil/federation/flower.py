@@ -723,7 +723,8 @@ class _SameRounds(FedAvg):
     def __init__(self, training: Training) -> None:
         super().__init__()
         self.training = training
-        self.seconds: list[float] = []
+        self.number = 0  # of the round at work, as the local engine counts
+        self.elapsed = 0.0  # seconds of the last one
         self.rounds_of: Counter[int] = Counter()
         self._velocity: dict[str, Tensor] = {}
 
@@ -731,13 +732,11 @@ class _SameRounds(FedAvg):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients that the local engine would ask."""
-        self._started, self._arrays = time.perf_counter(), arrays
+        self.number, self._started, self._arrays = server_round - 1, time.perf_counter(), arrays
         training = self.training
         while len(nodes := sorted(grid.get_node_ids())) < training.clients:
             time.sleep(0.05)  # they register while the server starts
-        order = torch.randperm(
-            training.clients, generator=derived_generator(training.seed, "clients", server_round - 1)
-        )
+        order = torch.randperm(training.clients, generator=derived_generator(training.seed, "clients", self.number))
         chosen = order[: training.clients_per_round].tolist()
         self.rounds_of.update(chosen)
         return [
@@ -752,7 +751,7 @@ class _SameRounds(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """FedAvg's mean of the arrays is a step; momentum carries the steps on, statistics are averaged only."""
+        """FedAvg's mean of the arrays is one update away from the start; statistics are averaged only."""
         mean, metrics = super().aggregate_train(server_round, replies)
         if mean is None:
             return None, metrics
@@ -760,12 +759,12 @@ class _SameRounds(FedAvg):
         averaged = mean.to_torch_state_dict()
         moved = {name: averaged[name].to(value.dtype) for name, value in buffers.items()}
         for name, value in start.items():
-            step = value - averaged[name]
+            velocity = value - averaged[name]
             if name in self._velocity:
-                step += self.training.momentum * self._velocity[name]
-            self._velocity[name] = step
-            moved[name] = value - step
-        self.seconds.append(time.perf_counter() - self._started)
+                velocity += self.training.momentum * self._velocity[name]
+            self._velocity[name] = velocity
+            moved[name] = value - self.training.lr * velocity
+        self.elapsed = time.perf_counter() - self._started
         return ArrayRecord({name: moved[name] for name in self._arrays}), metrics
 
     def configure_evaluate(
@@ -800,7 +799,7 @@ def simulate(
         dataset: as for the local engine.
         defense: as for the local engine.
         training: as for the local engine.
-        actors: processes that work for the clients, one CPU each; None: one for every CPU.
+        actors: processes that work for the clients, one CPU each; None: Flower's default, two CPUs each.
         progress: called with (rounds done, rounds in all).
     """
     if actors is not None:
@@ -824,8 +823,9 @@ def simulate(
         task, public=as_batch(task, dataset.train.batch(public)), generator=derived_generator(seed, "prepare")
     )
     rounds = _SameRounds(training)
-    strategy = GradveilStrategy(rounds, defense, lr=training.lr)
+    strategy = GradveilStrategy(rounds, defense, lr=1.0)  # the server's steps have a rate of their own
     last = ArrayRecord({**task.parameters, **{name: v for name, v in task.buffers.items() if _is_statistic(name)}})
+    seconds: list[float] = []
     history: list[tuple[int, float]] = []
     diverged: int | None = None
 
@@ -839,9 +839,12 @@ def simulate(
                 error = NotFiniteError if NotFiniteError.__name__ in fault.reason else InputError
                 raise error(f"flower: {fault}")
         last = arrays
-        if done and training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
+        if not done:
+            return
+        seconds.append(rounds.elapsed)
+        if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
             history.append((done, evaluate(at(arrays), dataset.test)[0]))
-        if done and progress:
+        if progress:
             progress(done, training.rounds)
 
     server = ServerApp()
@@ -852,17 +855,17 @@ def simulate(
         try:
             strategy.start(grid, last, num_rounds=training.rounds, evaluate_fn=look)
         except NotFiniteError:
-            diverged = len(rounds.seconds)
+            diverged = rounds.number
 
     _run_on_ray(_Job(task, dataset.train, shares, defense, training), server, actors)
     trained = at(last)
     accuracy, loss = evaluate(trained, dataset.test)
-    history.append((len(rounds.seconds), accuracy))
+    history.append((len(seconds), accuracy))
     return TrainingResult(
         trained,
         accuracy,
         loss,
-        _mean(rounds.seconds),
+        _mean(seconds),
         _mean(strategy.uploads),
         _mean(strategy.downloads),
         history,
@@ -897,7 +900,7 @@ def _run_on_ray(job: _Job, server: ServerApp, actors: int | None) -> None:
             exit_event=EventType.PYTHON_API_RUN_SIMULATION_LEAVE,
             client_app=_client_app(ray.put(job)),
             server_app=server,
-            backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
+            backend_config={} if actors is None else {"client_resources": {"num_cpus": 1, "num_gpus": 0.0}},
         )
     finally:
         ray.shutdown()
