@@ -28,8 +28,8 @@ from torch.nn import functional as F
 import gradveil
 from gradveil import data, models
 from gradveil.data import Dataset
-from gradveil.federation import Training, train
-from gradveil.federation.local import _draw, as_batch, choose_clients, deal, split_public
+from gradveil.federation import RoundRecord, Training, train
+from gradveil.federation.local import choose_clients, deal, draw, split_public
 
 PARTS = ("speed", "flower", "growth", "defenses", "where")
 GOALS = {1: 3.0, 16: 2.5}
@@ -71,8 +71,7 @@ def plain_loop(dataset: Dataset, training: Training, tick: Callable[[int, int], 
         clients = choose_clients(training, number)
         mean: list[Tensor] = [torch.zeros_like(value) for value in parameters]
         for client in clients:
-            indices = _draw(shares[client], training.batch_size, training.seed, number, client)
-            images, labels = as_batch(task, dataset.train.batch(indices))
+            images, labels = draw(task, dataset.train, shares, training, number, client)[client]
             gradients = torch.autograd.grad(F.cross_entropy(model(images), labels), parameters)
             for total, gradient in zip(mean, gradients, strict=True):
                 total += gradient / len(clients)
@@ -113,7 +112,10 @@ def flower(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
     for actors in (2, None):
 
         def run(tick: Callable[[int, int], None], actors: int | None = actors) -> object:
-            return simulate(task, dataset, defense, training, actors=actors, progress=tick)
+            def watch(record: RoundRecord) -> None:
+                tick(record.round + 1, rounds)
+
+            return simulate(task, dataset, defense, training, actors=actors, watch=watch)
 
         theirs = seconds_a_round(run)
         how = f"Flower, {'default' if actors is None else f'{actors} actors'}"

@@ -227,7 +227,9 @@ def train(
     )
     checks.choice("train", "engine", engine, ("local", "flower"))
     if engine == "flower" and resume:
-        raise ParameterError("train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local")
+        raise ParameterError(
+            "train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local"
+        )
     if output is not None:
         settings = _remember(settings, context, output, resume)
     elif resume:

@@ -750,6 +750,7 @@ def batch_norm() -> tuple[torch.nn.Module, ...]:
         ("none", (), {}),
         ("none", batch_norm(), {}),
         ("none", (), {"local": gradveil.LocalSteps(2, 8, 0.05), "momentum": 0.0, "scheme": "classes"}),
+        ("none", (), {"optimiser": "adam", "schedule": "cosine", "lr": 0.01}),
         ("gaussian-noise:std=0.01", (), {}),
         ("dual-pruning+error-feedback", (), {}),
         ("aligned-dual-pruning+error-feedback", (), {}),
@@ -763,14 +764,16 @@ def test_flower_trains_what_the_local_engine_trains(two_blobs, monkeypatch, spec
     training, seen = dataclasses.replace(FIVE, **changes), []
     here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training)
     there = flower.simulate(
-        task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training, progress=lambda *at: seen.append(at)
+        task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training, watch=seen.append
     )
     assert_same(there.task.parameters, here.task.parameters, atol=1e-12, rtol=1e-9)
     assert_same(there.task.buffers, here.task.buffers, atol=1e-12, rtol=1e-9)
     assert there.upload_bytes == pytest.approx(here.upload_bytes, rel=0.01, abs=100)
     assert there.download_bytes >= 8 * here.task.size
     assert (there.accuracy, there.history, there.privacy) == (here.accuracy, here.history, here.privacy)
-    assert seen == [(number, training.rounds) for number in range(1, training.rounds + 1)]
+    assert [(r.round, r.clients, r.loss) for r in seen] == [
+        (r.round, r.clients, pytest.approx(r.loss, rel=1e-6)) for r in here.rounds
+    ]
 
 
 def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):

@@ -22,6 +22,7 @@ DUPLICATE = "duplicate"
 MALFORMED = "malformed"
 STALE = "stale"
 NOT_FINITE = "not finite"
+FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Fault:
         kind: ``"missing"``: nothing usable arrived; ``"stranger"``: not asked in this round; ``"duplicate"``: sent a
             second update after one was accepted; ``"malformed"``: bytes, names, shapes, types or values that cannot be
             an update of this model; ``"stale"``: of another round; ``"not finite"``: the client itself found NaN or Inf
-            in its gradients and sent nothing.
+            in its gradients and sent nothing; ``"failed"``: the client reports another error (Flower).
         reason: what was expected and what was got.
 
     Example:

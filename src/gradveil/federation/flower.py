@@ -46,7 +46,7 @@ except ModuleNotFoundError as missing:
     ) from missing
 
 from gradveil import checks, wire
-from gradveil.data import Dataset, Split, partition
+from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.defenses.base import (
@@ -57,16 +57,21 @@ from gradveil.defenses.base import (
     needs_preparing,
     published,
 )
+from gradveil.federation.faults import DUPLICATE, FAILED, MALFORMED, MISSING, STALE, STRANGER, Fault
 from gradveil.federation.local import (
-    Training,
-    TrainingResult,
-    _draw,
-    _mean,
-    _privacy_spent,
     as_batch,
+    choose_clients,
+    deal,
+    draw,
     evaluate,
+    has_grown,
+    mean_or_nan,
+    privacy_spent,
     split_public,
+    training_loss,
 )
+from gradveil.federation.optimiser import ServerOptimiser
+from gradveil.federation.training import RoundRecord, Training, TrainingResult
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import Meta, Update
@@ -395,40 +400,6 @@ def _moved(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
 # -- the server ------------------------------------------------------------------------------------------------------
 
 
-MISSING = "missing"
-STRANGER = "stranger"
-DUPLICATE = "duplicate"
-MALFORMED = "malformed"
-STALE = "stale"
-FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Fault:
-    """One thing one client did wrong.
-
-    Args:
-        round: when.
-        client: who, by Flower's number of the node.
-        kind: ``"missing"``: no reply, or the node is gone; ``"failed"``: the client reports an error; ``"stranger"``:
-            not asked; ``"duplicate"``: a second reply; ``"stale"``: an update of another round; ``"malformed"``:
-            anything else that is no update of this model.
-        reason: what was expected and what was got.
-
-    Example:
-        >>> str(Fault(3, 17, "missing", "no reply"))
-        'round 3, client 17: missing: no reply'
-    """
-
-    round: int
-    client: int
-    kind: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"round {self.round}, client {self.client}: {self.kind}: {self.reason}"
-
-
 class _Refused(Exception):
     """Why a reply is not used."""
 
@@ -718,15 +689,15 @@ class _Job:
 
 
 class _SameRounds(FedAvg):
-    """The local engine's server: the same clients in each round, and momentum steps on the weighted mean."""
+    """The local engine's server: the same clients in each round, and its optimiser's steps on the weighted mean."""
 
-    def __init__(self, training: Training) -> None:
+    def __init__(self, training: Training, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.training = training
         self.number = 0  # of the round at work, as the local engine counts
         self.elapsed = 0.0  # seconds of the last one
         self.rounds_of: Counter[int] = Counter()
-        self._velocity: dict[str, Tensor] = {}
+        self._optimiser = ServerOptimiser(training, parameters)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -736,8 +707,7 @@ class _SameRounds(FedAvg):
         training = self.training
         while len(nodes := sorted(grid.get_node_ids())) < training.clients:
             time.sleep(0.05)  # they register while the server starts
-        order = torch.randperm(training.clients, generator=derived_generator(training.seed, "clients", self.number))
-        chosen = order[: training.clients_per_round].tolist()
+        chosen = choose_clients(training, self.number)
         self.rounds_of.update(chosen)
         return [
             Message(
@@ -758,12 +728,8 @@ class _SameRounds(FedAvg):
         start, buffers = _split_arrays(self._arrays)
         averaged = mean.to_torch_state_dict()
         moved = {name: averaged[name].to(value.dtype) for name, value in buffers.items()}
-        for name, value in start.items():
-            velocity = value - averaged[name]
-            if name in self._velocity:
-                velocity += self.training.momentum * self._velocity[name]
-            self._velocity[name] = velocity
-            moved[name] = value - self.training.lr * velocity
+        update = {name: value - averaged[name] for name, value in start.items()}
+        moved |= self._optimiser.step(start, update, self.number)
         self.elapsed = time.perf_counter() - self._started
         return ArrayRecord({name: moved[name] for name in self._arrays}), metrics
 
@@ -781,7 +747,7 @@ def simulate(
     training: Training,
     *,
     actors: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    watch: Callable[[RoundRecord], None] | None = None,
 ) -> TrainingResult:
     """The training of `gradveil.federation.train` on Flower's simulation: one simulated node a client, on Ray.
 
@@ -800,7 +766,7 @@ def simulate(
         defense: as for the local engine.
         training: as for the local engine.
         actors: processes that work for the clients, one CPU each; None: Flower's default, two CPUs each.
-        progress: called with (rounds done, rounds in all).
+        watch: called with what was measured of each round; all of its time counts as that of the gradients.
     """
     if actors is not None:
         checks.integer("simulate", "actors", actors, low=1)
@@ -808,24 +774,14 @@ def simulate(
         raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
     seed = training.seed
     public, private = split_public(dataset.train, seed)
-    shares = [
-        private[share]
-        for share in partition(
-            dataset.train.labels[private],
-            clients=training.clients,
-            scheme=training.scheme,
-            alpha=training.alpha,
-            classes_per_client=training.classes_per_client,
-            seed=seed,
-        )
-    ]
+    shares = deal(dataset.train, private, training)
     task = defense.prepare(
         task, public=as_batch(task, dataset.train.batch(public)), generator=derived_generator(seed, "prepare")
     )
-    rounds = _SameRounds(training)
+    rounds = _SameRounds(training, task.parameters)
     strategy = GradveilStrategy(rounds, defense, lr=1.0)  # the server's steps have a rate of their own
     last = ArrayRecord({**task.parameters, **{name: v for name, v in task.buffers.items() if _is_statistic(name)}})
-    seconds: list[float] = []
+    records: list[RoundRecord] = []
     history: list[tuple[int, float]] = []
     diverged: int | None = None
 
@@ -838,14 +794,31 @@ def simulate(
             if fault.round == done:  # a simulated client has no reason to fail
                 error = NotFiniteError if NotFiniteError.__name__ in fault.reason else InputError
                 raise error(f"flower: {fault}")
-        last = arrays
+        before, last = at(last), arrays
         if not done:
             return
-        seconds.append(rounds.elapsed)
+        batches = draw(before, dataset.train, shares, training, done - 1)
+        accuracy = None
         if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
-            history.append((done, evaluate(at(arrays), dataset.test)[0]))
-        if progress:
-            progress(done, training.rounds)
+            accuracy = evaluate(at(arrays), dataset.test)[0]
+            history.append((done, accuracy))
+        records.append(
+            RoundRecord(
+                round=done - 1,
+                clients=len(batches),
+                loss=training_loss(before, batches),
+                accuracy=accuracy,
+                gradient_seconds=rounds.elapsed,
+                defense_seconds=0.0,
+                aggregation_seconds=0.0,
+                upload_bytes=mean_or_nan(strategy.uploads[-len(batches) :]),
+                download_bytes=mean_or_nan(strategy.downloads[-len(batches) :]),
+            )
+        )
+        if watch:
+            watch(records[-1])
+        if has_grown([record.loss for record in records], task.classes):
+            raise NotFiniteError("flower: the loss has grown beyond hope")
 
     server = ServerApp()
 
@@ -860,17 +833,20 @@ def simulate(
     _run_on_ray(_Job(task, dataset.train, shares, defense, training), server, actors)
     trained = at(last)
     accuracy, loss = evaluate(trained, dataset.test)
-    history.append((len(seconds), accuracy))
+    history.append((len(records), accuracy))
     return TrainingResult(
         trained,
         accuracy,
         loss,
-        _mean(seconds),
-        _mean(strategy.uploads),
-        _mean(strategy.downloads),
+        mean_or_nan(record.seconds for record in records),
+        mean_or_nan(strategy.uploads),
+        mean_or_nan(strategy.downloads),
         history,
         diverged,
-        _privacy_spent(defense, training, [len(share) for share in shares], rounds.rounds_of),
+        privacy_spent(defense, training, [len(share) for share in shares], rounds.rounds_of),
+        records,
+        faults=strategy.faults,
+        execution="flower",
     )
 
 
@@ -936,8 +912,7 @@ def _work(job: _Job, message: Message, context: Context) -> Message:
     number = instructions.round - 1
     client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)
     current = job.task.with_parameters(*_split_arrays(message.content.array_records["arrays"]))
-    drawn = _draw(job.shares[client], training.batch_size, training.seed, number, client)
-    batch = as_batch(current, job.train.batch(drawn))
+    batch = draw(current, job.train, job.shares, training, number, client)[client]
 
     def randomness(purpose: str) -> torch.Generator:
         return derived_generator(training.seed, purpose, number, client)

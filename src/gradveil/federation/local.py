@@ -33,10 +33,15 @@ __all__ = [
     "as_batch",
     "choose_clients",
     "deal",
+    "draw",
     "evaluate",
+    "has_grown",
+    "mean_or_nan",
     "performance_maintenance",
+    "privacy_spent",
     "split_public",
     "train",
+    "training_loss",
 ]
 
 PUBLIC_SAMPLES = 100
@@ -130,16 +135,16 @@ def train(
         task=trained,
         accuracy=accuracy,
         loss=loss,
-        round_seconds=_mean(record.seconds for record in records),
-        upload_bytes=_mean(record.upload_bytes for record in records if record.clients),
-        download_bytes=_mean(record.download_bytes for record in records if record.clients),
+        round_seconds=mean_or_nan(record.seconds for record in records),
+        upload_bytes=mean_or_nan(record.upload_bytes for record in records if record.clients),
+        download_bytes=mean_or_nan(record.download_bytes for record in records if record.clients),
         history=[*state.history, (len(records), accuracy)],
         diverged=state.diverged,
-        privacy=_privacy_spent(defense, training, [len(share) for share in shares], state.rounds_of),
+        privacy=privacy_spent(defense, training, [len(share) for share in shares], state.rounds_of),
         rounds=records,
-        gradient_seconds=_mean(record.gradient_seconds for record in records),
-        defense_seconds=_mean(record.defense_seconds for record in records),
-        aggregation_seconds=_mean(record.aggregation_seconds for record in records),
+        gradient_seconds=mean_or_nan(record.gradient_seconds for record in records),
+        defense_seconds=mean_or_nan(record.defense_seconds for record in records),
+        aggregation_seconds=mean_or_nan(record.aggregation_seconds for record in records),
         faults=state.faults,
         execution=clients.execution,
     )
@@ -166,8 +171,8 @@ class _Federation:
         """One round, from the drawing of clients to the step; None if the training has diverged before the step."""
         number, training = state.number, self._training
         current = self._task.with_parameters(state.parameters, state.buffers)
-        batches = self._draw(number)
-        loss = self._loss(current, batches)
+        batches = draw(current, self._dataset.train, self._shares, training, number)
+        loss = training_loss(current, batches)
 
         started = time.perf_counter()
         announced = _announcement(
@@ -211,29 +216,14 @@ class _Federation:
             download_bytes=download,
         )
         state.records.append(record)
-        if self._has_grown([record.loss for record in state.records]):
+        if has_grown([record.loss for record in state.records], self._task.classes):
             state.diverged = number
         return record
-
-    def _draw(self, number: int) -> dict[int, Batch]:
-        """The clients of a round, and the images that each draws from its own."""
-        seed = self._training.seed
-        chosen = choose_clients(self._training, number)
-        drawn = [_draw(self._shares[client], self._training.batch_size, seed, number, client) for client in chosen]
-        images, labels = as_batch(self._task, self._dataset.train.batch(torch.cat(drawn)))
-        sizes = [len(indices) for indices in drawn]
-        return dict(zip(chosen, zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True), strict=True))
 
     def _randomness(self, number: int) -> Randomness:
         return lambda client, purpose: derived_generator(
             self._training.seed, purpose, number, client, device=self._device
         )
-
-    @torch.no_grad()
-    def _loss(self, task: Task, batches: Mapping[int, Batch]) -> float:
-        images = torch.cat([images for images, _ in batches.values()])[:LOSS_IMAGES]
-        labels = torch.cat([labels for _, labels in batches.values()])[:LOSS_IMAGES]
-        return float(F.cross_entropy(task.predict(images), labels))
 
     def _arrived(
         self, state: State, task: Task, batches: Mapping[int, Batch], shared: Shared, known: Public | None
@@ -271,11 +261,6 @@ class _Federation:
         state.history.append((done, accuracy))
         return accuracy
 
-    def _has_grown(self, losses: Sequence[float]) -> bool:
-        limit = DIVERGED_FACTOR * max(losses[0], math.log(self._task.classes))
-        latest = losses[1:][-DIVERGED_ROUNDS:]
-        return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN has grown, too
-
 
 def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -> tuple[float, float]:
     """What a client sends and gets back, on average."""
@@ -288,7 +273,7 @@ def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -
     return upload, download
 
 
-def _privacy_spent(
+def privacy_spent(
     defense: Defense, training: Training, examples: Sequence[int], rounds_of: Counter[int]
 ) -> PrivacySpent | None:
     """What the client spent that spent most; which clients were drawn is the server's knowledge and no protection."""
@@ -325,7 +310,8 @@ def _announcement(
     return None
 
 
-def _mean(values: Iterable[float]) -> float:
+def mean_or_nan(values: Iterable[float]) -> float:
+    """The mean; of nothing, NaN."""
     values = list(values)
     return fmean(values) if values else math.nan
 
@@ -361,10 +347,34 @@ def choose_clients(training: Training, number: int) -> list[int]:
     return chosen
 
 
-def _draw(share: Tensor, batch_size: int, seed: int, number: int, client: int) -> Tensor:
-    """The images that a client draws from its own in round `number`."""
-    order = torch.randperm(len(share), generator=derived_generator(seed, "batch", number, client))
-    return share[order[:batch_size]]
+def draw(
+    task: Task, train_split: Split, shares: Sequence[Tensor], training: Training, number: int, *clients: int
+) -> dict[int, Batch]:
+    """The images and labels that each of these clients, or of all that round `number` asks, draws from its own."""
+    chosen = list(clients) or choose_clients(training, number)
+    drawn = []
+    for client in chosen:
+        generator = derived_generator(training.seed, "batch", number, client)
+        order = torch.randperm(len(shares[client]), generator=generator)
+        drawn.append(shares[client][order[: training.batch_size]])
+    images, labels = as_batch(task, train_split.batch(torch.cat(drawn)))
+    sizes = [len(indices) for indices in drawn]
+    return dict(zip(chosen, zip(torch.split(images, sizes), torch.split(labels, sizes), strict=True), strict=True))
+
+
+@torch.no_grad()
+def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
+    """Mean cross-entropy on some of the images that the clients of a round drew."""
+    images = torch.cat([images for images, _ in batches.values()])[:LOSS_IMAGES]
+    labels = torch.cat([labels for _, labels in batches.values()])[:LOSS_IMAGES]
+    return float(F.cross_entropy(task.predict(images), labels))
+
+
+def has_grown(losses: Sequence[float], classes: int) -> bool:
+    """Whether the loss says that a training has diverged, see `DIVERGED_FACTOR`."""
+    limit = DIVERGED_FACTOR * max(losses[0], math.log(classes))
+    latest = losses[1:][-DIVERGED_ROUNDS:]
+    return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN has grown, too
 
 
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
