@@ -178,13 +178,16 @@ def test_a_client_whose_gradients_overflow_is_named_and_the_others_are_not_chang
     assert_same(without.updates, shared.updates)
 
 
-def test_the_choice_is_made_by_size():
+def test_the_choice_is_made_by_size(monkeypatch):
     none, small = gradveil.defense("none"), task_of("lenet")
     assert choose_execution(small, none, Training(rounds=10)) == "batch"
     assert choose_execution(small, none, Training(rounds=10, clients_per_round=1)) == "loop"
     assert choose_execution(small, none, Training(rounds=10, batch_size=1000)) == "loop"
     assert choose_execution(own_norm(), none, Training(rounds=10)) == "loop"
+    monkeypatch.setattr("gradveil.federation.clients._has_compiler", lambda: True)
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "compile"
+    monkeypatch.setattr("gradveil.federation.clients._has_compiler", lambda: False)
+    assert choose_execution(small, none, Training(rounds=1_000_000)) == "batch"
 
 
 @pytest.mark.slow

@@ -9,6 +9,8 @@ loss is plain cross-entropy and no batch statistics tie the images of a batch to
 with images that the loss ignores, so that there are few different lengths.
 """
 
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -55,7 +57,13 @@ def choose_execution(task: Task, defense: Defense, training: Training) -> str:
     steps = training.rounds * training.drawn_clients * steps_of(training.local, training.batch_size)
     saved = SECONDS_PER_VALUE * values * steps * (1 - 1 / COMPILE_GAIN)
     programs = 1 if training.local is None else 2
-    return "compile" if saved > programs * COMPILE_SECONDS_PER_TENSOR * len(task.parameters) else "batch"
+    pays = saved > programs * COMPILE_SECONDS_PER_TENSOR * len(task.parameters)
+    return "compile" if pays and _has_compiler() else "batch"
+
+
+def _has_compiler() -> bool:
+    """Whether torch.compile finds the C++ compiler that it needs on the CPU."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
 
 
 def _can_batch(task: Task, defense: Defense) -> bool:
