@@ -518,7 +518,6 @@ class GradveilStrategy(Strategy):
         if self._round is None or self._round.number != server_round:
             raise InputError(f"GradveilStrategy: round {server_round} was aggregated before it was configured")
         now, self._round = self._round, None
-        known = len(self.faults)
         accepted = self._accepted(now, replies)
         if not accepted:
             logger.warning("gradveil: no update of round %d is left; the model stays as it was", server_round)
@@ -544,7 +543,7 @@ class GradveilStrategy(Strategy):
                 "lower the learning rate"
             )
         if metrics is not None:
-            metrics["gradveil-refused"] = len(self.faults) - known
+            metrics["gradveil-refused"] = sum(fault.round == server_round for fault in self.faults)
         return arrays, metrics
 
     def configure_evaluate(
