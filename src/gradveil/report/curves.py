@@ -93,7 +93,7 @@ def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:
         for curve in curves
     ]
     points = [point for curve in finite for point in curve.points] or [(0.0, 0.0)]
-    x_low, x_high, x_step = axis([x for x, _ in points], room=0.0, least=1.0)
+    x_low, x_high, x_step = axis([0.0, 1.0, *(x for x, _ in points)], room=0.0, least=1.0)
     y_low, y_high, y_step = axis([y for _, y in points], room=0.05, least=0.01)
 
     def place(x: float, y: float) -> tuple[float, float]:
