@@ -8,7 +8,7 @@ speed     lenet on MNIST, 100 clients, batch 1 and 16: the engine, batched (with
 flower    the same job at batch 16 on Flower's simulation with two actors and with its default. Goal: 15 times.
 growth    10 to 2,000 clients a round at batch 4: seconds of a round for each client; flat is linear growth.
 defenses  what each defense adds to a round, as a share of it; the papers claim less than 10 %.
-where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP was chosen by.
+where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP should be.
 
 Without a name, all but flower and where run. A rate is taken from the times at which rounds ended, so encoding, the
 training loss and all other work between rounds counts; the first round warms up and does not. Each figure is the best

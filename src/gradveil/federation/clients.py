@@ -33,11 +33,12 @@ Batch = tuple[Tensor, Tensor]
 Randomness = Callable[[int, str], torch.Generator]
 """The generator of a client for a purpose, always in the same state."""
 
-# Batching brings most where a step is small, because then the overhead of each operation counts; on networks with a
-# million values a step it brings nothing (benchmarks/federation_speed.py --where).
+# Batching brings most where a step is small, because then the overhead of each operation counts. The limit is a first
+# guess from a few gradients timed on a busy machine; `benchmarks/federation_speed.py where` is there to settle it.
 LARGEST_BATCHED_STEP = 500_000
 # What one value of a step takes, batched and undefended, on one core; what compiling takes for each parameter tensor,
-# and the speed it is sure to bring: together they say when a run is long enough to earn the compilation back.
+# and the speed it brings: together they say when a run is long enough to earn the compilation back. The first is a
+# guess like the limit above, the other two are those of the attacks' engine and were not measured for trainings.
 SECONDS_PER_VALUE = 1.1e-8
 COMPILE_SECONDS_PER_TENSOR = 3.5
 COMPILE_GAIN = 1.3
