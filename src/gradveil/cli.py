@@ -417,7 +417,7 @@ def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> 
             "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
             f"{result.loss:.3f}",
             f"{result.round_seconds:.3f}",
-            f"{result.defense_seconds / result.round_seconds:.0%}" if result.round_seconds > 0 else "-",
+            f"{result.defense_seconds / result.round_seconds:.0%}" if result.defense_seconds >= 0 else "-",
             f"{result.upload_bytes:,.0f}",
             f"{result.download_bytes:,.0f}",
         ]
