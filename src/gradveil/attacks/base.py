@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.attacks.adaptive import Form, find_form
-from gradveil.attacks.engine import Progress, Solution
+from gradveil.attacks.engine import Course, Progress, Solution
 from gradveil.attacks.labels import infer_labels
 from gradveil.defenses import Defense
 from gradveil.errors import InputError, ParameterError, ThreatModelError
@@ -81,6 +81,7 @@ class Reconstruction:
         ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear.
         certain: ``[victims, images]``, True where the attacker itself knows that it has one image and not a mixture;
             None if the attack cannot tell.
+        course: how the search went; None: there was none.
 
     Example:
         >>> empty = torch.zeros(2, 1, 3, 8, 8)
@@ -97,6 +98,7 @@ class Reconstruction:
     interrupted: bool = False
     ambiguous_labels: Tensor | None = None
     certain: Tensor | None = None
+    course: Course | None = None
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ class Attack(Method, ABC):
             execution=found.execution,
             interrupted=found.solution.interrupted,
             certain=found.certain,
+            course=found.solution.course,
         )
 
     @abstractmethod

