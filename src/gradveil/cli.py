@@ -90,6 +90,20 @@ def audit(
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
     labels: Annotated[str | None, typer.Option(help="infer: the attacker finds them; known: it is given them.")] = None,
+    adaptive: Annotated[
+        bool | None,
+        typer.Option("--adaptive/--plain", help="Attackers that know the defense, or that do not; default: both."),
+    ] = None,
+    aggregated: Annotated[
+        int | None, typer.Option(help="Clients behind each victim, whom secure aggregation hides in a sum.")
+    ] = None,
+    match: Annotated[
+        str | None,
+        typer.Option(
+            help="accuracy, power or bytes, with =TARGET or a default: choose every defense's strength so that all "
+            "cost the same. Accuracy takes up to a dozen trainings a defense."
+        ),
+    ] = None,
     chunk: Annotated[int | None, typer.Option(help="Victims attacked together.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, typer.Option(help="Clients in that training.")] = None,
@@ -109,6 +123,9 @@ def audit(
         "victims": victims,
         "batch_size": batch_size,
         "labels": labels,
+        "adaptive": adaptive,
+        "aggregated": aggregated,
+        "match": match,
         "chunk": chunk,
         "rounds": rounds,
         "clients": clients,

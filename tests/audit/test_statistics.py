@@ -96,11 +96,9 @@ def test_ranks_follow_their_definition():
     }
     places = rank(values)
     for name, place in places.items():
-        lower = [other for other in values if other != name and paired_difference(values[name], values[other]).low > 0]
-        higher = [
-            other for other in values if other != name and paired_difference(values[name], values[other]).high < 0
-        ]
-        assert (place.best, place.worst) == (1 + len(lower), len(values) - len(higher))
+        others = [paired_difference(values[name], values[other]) for other in values if other != name]
+        assert place.best == 1 + sum(found.low > 0 for found in others)
+        assert place.worst == len(values) - sum(found.high < 0 for found in others)
     assert places["a"].worst < places["c"].best
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradveil import checks
 from gradveil.attacks import create as create_attack
+from gradveil.audit.match import Price
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, ParameterError
 from gradveil.registry import format_spec, parse_spec
@@ -40,6 +41,12 @@ class AuditConfig:
         victims: updates attacked under each defense.
         batch_size: images behind each update.
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
+        adaptive: False: attackers that do not know the defense; True: attackers that do (where an attack has no
+            adaptive form against a defense: plain ones); None: both.
+        aggregated: clients behind each victim, who share in one round: the attacker has what the defense lets the
+            server see of them, under secure aggregation their sum.
+        match: ``"accuracy"``, ``"power"`` or ``"bytes"``, with ``=TARGET`` or a default one: every defense is first
+            turned to the strength at which it costs that, see `gradveil.audit.match`; None: as they are given.
         chunk: victims attacked together; an unfinished chunk runs again whole.
         rounds: federated training rounds behind accuracy, time and bytes.
         clients: clients in that training.
@@ -60,6 +67,9 @@ class AuditConfig:
     victims: int = 8
     batch_size: int = 1
     labels: str = "infer"
+    adaptive: bool | None = None
+    aggregated: int = 1
+    match: str | None = None
     chunk: int = 8
     rounds: int = 200
     clients: int = 10
@@ -68,7 +78,7 @@ class AuditConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("victims", "batch_size", "chunk", "rounds", "clients", "client_batch"):
+        for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
             checks.integer("audit", name, getattr(self, name), low=1)
         checks.integer("audit", "seed", self.seed, low=0)
         checks.number("audit", "lr", self.lr, above=0)
@@ -78,10 +88,15 @@ class AuditConfig:
         if not attacks:
             raise ParameterError("audit: expected at least one attack, got none")
         checks.choice("audit", "labels", self.labels, ["infer", "known"])
+        if self.adaptive is not None:
+            checks.flag("audit", "adaptive", self.adaptive)
         set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
         # First, because the others are measured against it.
         set_field(self, "defenses", ("none", *(defense for defense in defenses if defense != "none")))
         set_field(self, "attacks", tuple(attacks))
+        if self.match is not None:
+            set_field(self, "match", str(Price.parse(self.match)))
+            _refuse_equal_but_for_strength(defenses)
         set_field(self, "model", format_spec(*parse_spec(self.model)))
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
 
@@ -93,8 +108,12 @@ class AuditConfig:
             words += ["--defense", defense]
         for attack in self.attacks:
             words += ["--attack", attack]
+        if self.adaptive is not None:
+            words.append("--adaptive" if self.adaptive else "--plain")
         for field in dataclasses.fields(self)[4:]:
-            words += [f"--{field.name.replace('_', '-')}", str(getattr(self, field.name))]
+            value = getattr(self, field.name)
+            if value is not None and field.name != "adaptive":
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
         return shlex.join(words)
 
     @property
@@ -126,6 +145,18 @@ def _unique(kind: str, specs: list[str]) -> list[str]:
         if specs.count(spec) > 1:
             raise ParameterError(f"audit: {kind} {spec} is given twice")
     return specs
+
+
+def _refuse_equal_but_for_strength(specs: list[str]) -> None:
+    seen: dict[str, str] = {}
+    for spec in specs:
+        defense = create_defense(spec)
+        weakest = str(defense.with_strength(defense.strength.at(0))) if defense.strength else spec
+        if weakest in seen:
+            raise ParameterError(
+                f"audit: {seen[weakest]} and {spec} differ only in the strength, which --match chooses; give one"
+            )
+        seen[weakest] = spec
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -5,10 +5,11 @@ import os
 import platform
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from torch import Tensor
 
 import gradveil
 from gradveil import data, metrics, models, theory
-from gradveil.attacks import Attack, ThreatModel
+from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as create_attack
 from gradveil.audit.config import AuditConfig, read_config
+from gradveil.audit.match import Costs, Price, match
 from gradveil.audit.store import JsonLines, Row, prepare_folder, write_json
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.errors import OutputError, ParameterError
+from gradveil.errors import OutputError, ParameterError, ThreatModelError
 from gradveil.federation import Training, train
 from gradveil.federation.local import as_batch, performance_maintenance, split_public
 from gradveil.randomness import derived_generator
@@ -33,8 +35,9 @@ from gradveil.task import Task
 from gradveil.update import Update
 
 BLIND_GUESS = "blind-guess"
-RESULTS, UTILITY = "results.jsonl", "utility.jsonl"
+RESULTS, UTILITY, MATCHES = "results.jsonl", "utility.jsonl", "match.jsonl"
 
+Batch = tuple[Tensor, Tensor]
 Tell = Callable[..., None]  # (steps done, steps in all)
 
 
@@ -134,7 +137,7 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
     """What config.json says of an earlier run of this very config; None if the folder holds no audit."""
     path = folder / "config.json"
     if not path.exists():
-        for name in (RESULTS, UTILITY):
+        for name in (RESULTS, UTILITY, MATCHES):
             if (folder / name).exists():
                 raise OutputError(
                     f"audit: {folder} holds {name} but no config.json that tells what it is; choose another --out"
@@ -174,6 +177,25 @@ class _Piece:
     work: Callable[[Tell], None]
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """A prepared defense: the model the server sent, what the defense made of it, and the reconstruction bound."""
+
+    defense: Defense
+    sent: Task
+    task: Task
+    bound: float | None
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the server sees of a victim's clients, the images they truly used, and how much of it is not seen."""
+
+    visible: list[Update]
+    trained_on: Tensor | None
+    power: float | None
+
+
 class _Bench:
     """The victims, the model and the files of one audit, and the pieces of work that are still to do."""
 
@@ -195,6 +217,9 @@ class _Bench:
         self.blind, self.blind_psnr = self._guess_blindly()
         self.results = JsonLines(folder / RESULTS)
         self.utility = JsonLines(folder / UTILITY)
+        self.matches = JsonLines(folder / MATCHES)
+        self.costs = Costs(self.task, self.dataset, self._training)
+        self._stages: dict[tuple[str, str | None], _Stage] = {}
 
     def _build_task(self) -> Task:
         name, parameters = parse_spec(self.config.model)
@@ -203,21 +228,21 @@ class _Bench:
         return Task(model, input_shape=self.input_shape, classes=classes)
 
     def _choose_victims(self) -> tuple[Tensor, Tensor]:
-        """Test images ``[victims, batch, C, H, W]`` and their labels ``[victims, batch]``."""
+        """Test images ``[victims, images, C, H, W]`` and their labels ``[victims, images]``, client after client."""
         config = self.config
-        wanted = config.victims * config.batch_size
+        shape = (config.victims, config.aggregated * config.batch_size)
+        wanted = math.prod(shape)
         if wanted > len(self.dataset.test):
             raise ParameterError(
-                f"audit: {config.victims} victims of {config.batch_size} images need {wanted} test images, "
+                f"audit: {config.victims} victims of {shape[1]} images need {wanted} test images, "
                 f"{self.dataset.name} has {len(self.dataset.test)}; ask for fewer victims or a smaller batch"
             )
         order = torch.randperm(len(self.dataset.test), generator=derived_generator(config.seed, "victims"))
         images, labels = self.dataset.test.batch(order[:wanted])
-        shape = (config.victims, config.batch_size)
         return images.view(*shape, *self.input_shape), labels.view(shape)
 
     def _guess_blindly(self) -> tuple[Tensor, Tensor]:
-        """The class means of the training images for each victim, and their PSNR ``[victims, batch]``."""
+        """The class means of the training images for each victim, and their PSNR ``[victims, images]``."""
         public = self.dataset.train
         guess = metrics.blind_guess(
             public.images, public.labels, self.labels.flatten(), classes=len(self.dataset.classes)
@@ -231,6 +256,12 @@ class _Bench:
             "gradveil": gradveil.__version__,
             "command": self.config.command,
             **self.config.to_json(),
+            "adapted": [
+                [spec, str(attack)]
+                for spec in self.config.defenses
+                for attack in map(create_attack, self.config.attacks)
+                if True in self._knowledge(create_defense(spec), attack)
+            ],
             "dataset_source": self.dataset.source,
             "input_shape": list(self.input_shape),
             "classes": list(self.dataset.classes),
@@ -246,24 +277,88 @@ class _Bench:
 
     def pieces(self) -> Iterator[_Piece]:
         """All pieces of work whose rows are not on disk yet, in their order."""
-        finished = {(row.get("defense_spec"), row.get("attack_spec"), row.get("victim")) for row in self.results.rows}
+        done = {
+            (row.get("defense_spec"), row.get("attack_spec"), row.get("adaptive"), row.get("victim"))
+            for row in self.results.rows
+        }
         victims = range(self.config.victims)
-        if any((None, BLIND_GUESS, victim) not in finished for victim in victims):
-            yield _Piece("blind guess", partial(self._score_blind_guess, finished))
-        for defense in map(create_defense, self.config.defenses):
+        if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
+            yield _Piece("blind guess", partial(self._score_blind_guess, done))
+        found = self._matched()
+        for spec in self.config.defenses:
+            if spec not in found:
+                yield _Piece(f"matching {create_defense(spec).name}", partial(self._match, spec))
+        # What a match is yet to choose has no rows and all of its work to do.
+        defenses = [(spec, found.get(spec, spec)) for spec in self.config.defenses if found.get(spec, spec) is not None]
+        for spec, chosen in defenses:
+            defense = create_defense(spec)
             for attack in map(create_attack, self.config.attacks):
-                for first in range(0, len(victims), self.config.chunk):
-                    chunk = victims[first : first + self.config.chunk]
-                    missing = {v for v in chunk if (str(defense), str(attack), v) not in finished}
-                    if missing:
-                        work = partial(self._attack, defense, attack, chunk, missing)
-                        yield _Piece(f"{attack.name} against {defense.name}", work)
+                for adaptive in self._knowledge(defense, attack):
+                    for first in range(0, len(victims), self.config.chunk):
+                        chunk = victims[first : first + self.config.chunk]
+                        missing = {v for v in chunk if (chosen, str(attack), adaptive, v) not in done}
+                        if missing:
+                            what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
+                            yield _Piece(what, partial(self._attack, spec, attack, adaptive, chunk, missing))
         trained = {row.get("defense_spec") for row in self.utility.rows}
-        for defense in map(create_defense, self.config.defenses):
-            if str(defense) not in trained:
-                yield _Piece(f"training under {defense.name}", partial(self._train, defense))
+        for spec, chosen in defenses:
+            if chosen not in trained:
+                yield _Piece(f"training under {create_defense(spec).name}", partial(self._train, spec))
 
-    def _score_blind_guess(self, finished: set[tuple[Any, Any, Any]], tell: Tell) -> None:
+    def _knowledge(self, defense: Defense, attack: Attack) -> list[bool]:
+        """Which attackers a defense meets: plain, adaptive or both; without a defense there is nothing to know."""
+        wanted = self.config.adaptive
+        if wanted is False or defense.name == "none" or not self._adapts(defense, attack):
+            return [False]
+        return [True] if wanted else [False, True]
+
+    def _adapts(self, defense: Defense, attack: Attack) -> bool:
+        """Whether an attack has an adaptive form against a defense."""
+        try:
+            attack.check_threat(self.task, self._threat(defense, attack, True, self.config.batch_size, self.labels))
+        except ThreatModelError:
+            return False
+        return True
+
+    def _threat(self, defense: Defense, attack: Attack, adaptive: bool, batch_size: int, labels: Tensor) -> ThreatModel:
+        return ThreatModel(
+            labels=self.config.labels,
+            batch_size=batch_size,
+            adaptive=adaptive,
+            defense=defense,
+            server=attack.server,
+            known_labels=labels if self.config.labels == "known" else None,
+        )
+
+    # -- matching ----------------------------------------------------------------------------------------------------
+
+    def _matched(self) -> dict[str, str | None]:
+        """The defenses as they are attacked, by how they were asked for; None: left out, at no strength it fits."""
+        if self.config.match is None:
+            return {spec: spec for spec in self.config.defenses}
+        return {"none": "none", **{row["asked"]: row["found"] for row in self.matches.rows}}
+
+    def _match(self, spec: str, tell: Tell) -> None:
+        assert self.config.match is not None
+        price = Price.parse(self.config.match)
+        ended = match(create_defense(spec), price, self.costs.of(price.kind), tell)
+        if ended.reason:
+            warnings.warn(f"{ended.reason}; it is left out", stacklevel=2)
+        row = {
+            "asked": spec,
+            "found": ended.found and str(ended.found),
+            "kind": price.kind,
+            "target": price.target,
+            "tolerance": price.tolerance,
+            "cost": None if ended.cost is None else _finite(ended.cost),
+            "tries": ended.tries,
+            "reason": ended.reason,
+        }
+        self.matches.append([row])
+
+    # -- attacks -----------------------------------------------------------------------------------------------------
+
+    def _score_blind_guess(self, done: set[tuple[Any, ...]], tell: Tell) -> None:
         for victim in range(self.config.victims):
             self._save_image("original", victim, self.images[victim])
         self.results.append(
@@ -278,83 +373,131 @@ class _Bench:
                 seconds=0.0,
             )
             for victim in range(self.config.victims)
-            if (None, BLIND_GUESS, victim) not in finished
+            if (None, BLIND_GUESS, False, victim) not in done
         )
 
-    def _attack(
-        self,
-        defense: Defense,
-        attack: Attack,
-        chunk: range,
-        missing: set[int],
-        tell: Tell,
-    ) -> None:
+    def _attack(self, spec: str, attack: Attack, adaptive: bool, chunk: range, missing: set[int], tell: Tell) -> None:
         """Attack a whole chunk, so that each row is what it would be in any other run; keep what is missing."""
-        seed, device = self.config.seed, self.task.device
-
-        def randomness(*path: object) -> torch.Generator:
-            return derived_generator(seed, *path, device=device)
-
-        places, _ = split_public(self.dataset.train, seed)
-        public = as_batch(self.task, self.dataset.train.batch(places))
-        # An active server changes the model first; honest clients run the defense on what they are sent.
-        sent = attack.modify(self.task, public=public, generator=randomness("modify", str(attack)))
-        task = defense.prepare(sent, public=public, generator=randomness("prepare", str(defense)))
-        bound = theory.reconstruction_bound(
-            task,
-            [as_batch(task, batch) for batch in zip(self.images, self.labels, strict=True)],
-            defense,
-            generator=randomness("bound", str(defense)),
-        )
-        shares = (self._share(defense, attack.for_client(task, victim), victim, randomness) for victim in chunk)
-        updates, memories = zip(*shares, strict=True)
-        known = self.labels[chunk.start : chunk.stop] if self.config.labels == "known" else None
+        stage = self._stage(spec, attack)
+        if stage is None:
+            return  # the match left it out
+        rounds = [self._share(stage, attack, victim) for victim in chunk]
+        seen = [update for round_ in rounds for update in round_.visible]
+        labels = self.labels[chunk.start : chunk.stop].reshape(len(seen), -1)
         found = attack.reconstruct(
-            task,
-            [defense.visible([update])[0] for update in updates],
-            ThreatModel(
-                labels=self.config.labels,
-                batch_size=self.config.batch_size,
-                defense=defense,
-                server=attack.server,
-                known_labels=known,
-            ),
-            generator=randomness("attack", str(attack), chunk.start),
+            stage.task,
+            seen,
+            self._threat(stage.defense, attack, adaptive, labels.shape[1], labels),
+            generator=self._randomness("attack", str(attack), chunk.start),
             progress=tell,
-            execution=choose_execution(task, self.config.batch_size),
+            execution=choose_execution(stage.task, labels.shape[1]),
         )
         if found.interrupted:
             raise KeyboardInterrupt
+        # A victim whose clients are seen one by one has an attack for each of them.
+        inputs, guesses = found.inputs.view(len(chunk), -1, *self.input_shape), found.labels.view(len(chunk), -1)
+        losses, steps = found.loss.view(len(chunk), -1), found.iterations.view(len(chunk), -1)
         self.results.append(
             self._row(
-                defense,
+                stage.defense,
                 attack,
                 victim,
-                found.inputs[place],
-                found.labels[place],
-                loss=float(found.loss[place]),
-                iterations=int(found.iterations[place]),
+                inputs[place],
+                guesses[place],
+                adaptive=adaptive,
+                loss=float(losses[place].mean()),
+                iterations=int(steps[place].max()),
                 seconds=found.seconds / len(chunk),
-                bound=None if bound is None else bound.mse,
-                trained_on=_trained_on(memories[place]),
+                bound=stage.bound,
+                trained_on=rounds[place].trained_on,
+                power=rounds[place].power,
+                course=_course(found, place, len(chunk)),
             )
             for place, victim in enumerate(chunk)
             if victim in missing
         )
 
-    def _share(
-        self, defense: Defense, task: Task, victim: int, randomness: Callable[..., torch.Generator]
-    ) -> tuple[Update, dict[str, Tensor]]:
-        """What the victim shares in its first round, alone in it, and what it remembers of it."""
-        batch = as_batch(task, (self.images[victim], self.labels[victim]))
-        memory: dict[str, Tensor] = {}
+    def _randomness(self, *path: object) -> torch.Generator:
+        return derived_generator(self.config.seed, *path, device=self.task.device)
+
+    def _stage(self, spec: str, attack: Attack) -> "_Stage | None":
+        """The prepared defense on the model that the server sends; None if the match left the defense out.
+
+        Made once for all attackers that leave the model alone, and once for each that does not.
+        """
+        chosen = self._matched()[spec]
+        if chosen is None:
+            return None
+        key = chosen, str(attack) if attack.server == "active" else None
+        if key not in self._stages:
+            # Defenses come one after the other; nobody asks for an earlier one again.
+            self._stages = {other: stage for other, stage in self._stages.items() if other[0] == chosen}
+            self._stages[key] = self._prepare(create_defense(chosen), attack)
+        return self._stages[key]
+
+    def _prepare(self, defense: Defense, attack: Attack) -> "_Stage":
+        places, _ = split_public(self.dataset.train, self.config.seed)
+        public = as_batch(self.task, self.dataset.train.batch(places))
+        # An active server changes the model first; honest clients run the defense on what they are sent.
+        sent = attack.modify(self.task, public=public, generator=self._randomness("modify", str(attack)))
+        task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
+        images, labels = (
+            tensor.view(-1, self.config.batch_size, *tensor.shape[2:]) for tensor in (self.images, self.labels)
+        )
+        bound = theory.reconstruction_bound(
+            task,
+            [as_batch(task, batch) for batch in zip(images, labels, strict=True)],
+            defense,
+            generator=self._randomness("bound", str(defense)),
+        )
+        return _Stage(defense, sent, task, None if bound is None else bound.mse)
+
+    def _share(self, stage: "_Stage", attack: Attack, victim: int) -> "_Shared":
+        """What the victim's clients share in their first round, alone in it, and what the server sees of that."""
+        defense, clients = stage.defense, self.config.aggregated
+        images, labels = self.images[victim].chunk(clients), self.labels[victim].chunk(clients)
+        numbers = [victim * clients + place for place in range(clients)]
+        tasks = [attack.for_client(stage.task, number) for number in numbers]
+        batches = [as_batch(stage.task, batch) for batch in zip(images, labels, strict=True)]
+        memories: list[dict[str, Tensor]] = [{} for _ in numbers]
         announced = defense.announce(
-            task, *batch, generator=randomness("announce", str(defense), victim), memory=memory
+            tasks[0],
+            *batches[0],
+            generator=self._randomness("announce", str(defense), numbers[0]),
+            memory=memories[0],
         )
-        update = defense.share(
-            task, *batch, generator=randomness("share", str(defense), victim), memory=memory, public=announced
+        updates = [
+            defense.share(
+                task,
+                *batch,
+                generator=self._randomness("share", str(defense), number),
+                memory=memory,
+                public=announced,
+            )
+            for task, batch, number, memory in zip(tasks, batches, numbers, memories, strict=True)
+        ]
+        visible = defense.visible(updates)
+        used = [_trained_on(memory) for memory in memories]
+        return _Shared(
+            visible,
+            torch.cat([image for image in used if image is not None]) if None not in used else None,
+            self._power(stage, tasks, batches, visible),
         )
-        return update, memory
+
+    def _power(
+        self, stage: "_Stage", tasks: Sequence[Task], batches: Sequence[Batch], visible: Sequence[Update]
+    ) -> float | None:
+        """How much of what the clients computed cannot be seen; None where the defense changed the model itself."""
+        if {name: v.shape for name, v in stage.task.parameters.items()} != {
+            name: v.shape for name, v in stage.sent.parameters.items()
+        }:
+            return None
+        powers = []
+        for place, (task, batch) in enumerate(zip(tasks, batches, strict=True)):
+            seen = visible[place * len(visible) // len(batches)]
+            mean = {name: value / seen.meta.clients for name, value in seen.items()}
+            powers.append(metrics.relative_power(task.gradients(*batch), mean))
+        return _finite(fmean(powers))
 
     def _row(
         self,
@@ -364,16 +507,19 @@ class _Bench:
         images: Tensor,
         labels: Tensor,
         *,
+        adaptive: bool = False,
         loss: float | None,
         iterations: int,
         seconds: float,
         bound: float | None = None,
         trained_on: Tensor | None = None,
+        power: float | None = None,
+        course: Row | None = None,
     ) -> Row:
         guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
         score = self.scorer.score(self.images[victim], *guess)
         against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
-        stem = _slug(f"{defense}-{attack}") if attack else BLIND_GUESS
+        stem = _slug(f"{defense}-{attack}{'-adaptive' if adaptive else ''}") if attack else BLIND_GUESS
         return {
             "defense": defense.name if defense else None,
             "defense_params": defense.parameters if defense else {},
@@ -381,18 +527,21 @@ class _Bench:
             "attack": attack.name if attack else BLIND_GUESS,
             "attack_params": attack.parameters if attack else {},
             "attack_spec": str(attack) if attack else BLIND_GUESS,
-            "adaptive": False,
+            "adaptive": adaptive,
             "server": attack.server if attack else "passive",
             "dataset": self.config.dataset,
             "model": self.config.model,
             "seed": self.config.seed,
             "victim": victim,
             "batch_size": self.config.batch_size,
+            "aggregated": self.config.aggregated,
             **score,
+            "power": power,
             "bound_mse": bound,
             # Against the images the client truly used, where the defense changed them.
             "trained_on": against and {metric: against[metric] for metric in ("mse", "psnr", "ssim", "lpips")},
             "loss": None if loss is None else _finite(loss),
+            **(course or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
             "iterations": iterations,
             "seconds": round(seconds, 3),
             "image": self._save_image(stem, victim, images),
@@ -407,9 +556,10 @@ class _Bench:
         Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(path)
         return path.relative_to(self.folder).as_posix()
 
-    def _train(self, defense: Defense, tell: Tell) -> None:
+    @property
+    def _training(self) -> Training:
         config = self.config
-        training = Training(
+        return Training(
             rounds=config.rounds,
             clients=config.clients,
             batch_size=config.client_batch,
@@ -417,7 +567,13 @@ class _Bench:
             evaluate_every=max(1, config.rounds // 10),
             seed=config.seed,
         )
-        result = train(self.task, self.dataset, defense, training, progress=tell)
+
+    def _train(self, spec: str, tell: Tell) -> None:
+        chosen = self._matched()[spec]
+        if chosen is None:
+            return  # the match left it out
+        defense = create_defense(chosen)
+        result = train(self.task, self.dataset, defense, self._training, progress=tell)
         undefended = [row["accuracy"] for row in self.utility.rows if row["defense_spec"] == "none"]
         baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         self.utility.append(
@@ -440,6 +596,17 @@ class _Bench:
                 }
             ]
         )
+
+
+def _course(found: Reconstruction, place: int, victims: int) -> Row | None:
+    """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
+    if found.course is None:
+        return None
+    start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (found.course.start, found.course.late))
+    restarts = found.course.restarts.view(victims, -1, found.course.restarts.shape[-1])[place].mean(0).tolist()
+    if not all(map(math.isfinite, [start, late, *restarts])):
+        return None
+    return {"loss_start": start, "loss_late": late, "loss_restarts": restarts}
 
 
 def _trained_on(memory: dict[str, Tensor]) -> Tensor | None:

@@ -5,14 +5,24 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation, StepDefense
+from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation, StepDefense, Strength
 from gradveil.errors import ParameterError, UnknownNameError
 from gradveil.registry import parse_spec
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["DEFENSES", "Chain", "Defense", "ErrorFeedback", "Memory", "Perturbation", "StepDefense", "create"]
+__all__ = [
+    "DEFENSES",
+    "Chain",
+    "Defense",
+    "ErrorFeedback",
+    "Memory",
+    "Perturbation",
+    "StepDefense",
+    "Strength",
+    "create",
+]
 
 
 def create(spec: str, /, **parameters: Any) -> Defense:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public
+from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws
@@ -55,6 +55,7 @@ class AlignedDualPruning(Perturbation):
     """
 
     paper = "Xue et al., AAAI 2024"
+    strength = Strength("keep", 1.0, 1e-4, log=True)
 
     k1: float = 0.05
     keep: float = 0.2

@@ -24,6 +24,40 @@ Public = Mapping[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 
 
+@dataclasses.dataclass(frozen=True)
+class Strength:
+    """The parameter by which a defense is made stronger, and between which values: more of it costs more.
+
+    Fair comparisons turn it until all defenses cost the same.
+
+    Args:
+        parameter: its name.
+        weak: the value at which the defense does least.
+        strong: the value at which it does most.
+        log: the values between are spaced by their ratio, not by their difference.
+        whole: only whole numbers.
+
+    Example:
+        >>> keep = Strength("keep", 1.0, 1e-4, log=True)
+        >>> keep.at(0), keep.at(0.5), keep.at(1)
+        (1.0, 0.01, 0.0001)
+    """
+
+    parameter: str
+    weak: float
+    strong: float
+    log: bool = False
+    whole: bool = False
+
+    def at(self, position: float) -> float | int:
+        """The value at a position from 0 (weak) to 1 (strong), to four digits."""
+        if self.log:
+            value = self.weak * (self.strong / self.weak) ** position
+        else:
+            value = self.weak + (self.strong - self.weak) * position
+        return round(value) if self.whole else float(f"{value:.4g}")
+
+
 class Defense(Method, ABC):
     """What a client does to its update before anybody sees it, and what the server does with the updates.
 
@@ -113,6 +147,15 @@ class Defense(Method, ABC):
         """What the server makes of the updates of a round: their weighted mean."""
         return weighted_mean(updates, weights)
 
+    @property
+    def strength(self) -> Strength | None:
+        """The parameter that makes it stronger, which methods state as a class attribute; None: there is none."""
+        return None
+
+    def with_strength(self, value: float) -> "Defense":
+        """The same defense at another value of its strength, not prepared."""
+        return type(self)(**{**self.parameters, _strength_of(self).parameter: value})
+
     def noise_variance(self) -> float | Mapping[str, Tensor] | None:
         """Variance of the normal noise on each value, if that is all the defense does and no data decides its level.
 
@@ -132,6 +175,12 @@ class Defense(Method, ABC):
             local: its local steps.
         """
         return None
+
+
+def _strength_of(defense: Defense) -> Strength:
+    if defense.strength is None:
+        raise ParameterError(f"{defense.name}: has no parameter that makes it stronger or weaker")
+    return defense.strength
 
 
 class Perturbation(Defense):
@@ -387,6 +436,15 @@ class ErrorFeedback(Defense):
         check_gradients(self.inner.name, gradients)
         return {name: _with_residual(name, value, memory.get(f"residual/{name}")) for name, value in gradients.items()}
 
+    @property
+    def strength(self) -> Strength | None:
+        """As the inner defense says."""
+        return self.inner.strength
+
+    def with_strength(self, value: float) -> "ErrorFeedback":
+        """Around the inner defense at another strength."""
+        return ErrorFeedback(self.inner.with_strength(value), self.decay, self.clip)
+
     share = Perturbation.share
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
@@ -527,6 +585,18 @@ class Chain(Defense):
         for index, part in enumerate(self.parts[first:], start=first):
             update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
         return update
+
+    @property
+    def strength(self) -> Strength | None:
+        """That of the first part that has one."""
+        return next((part.strength for part in self.parts if part.strength), None)
+
+    def with_strength(self, value: float) -> "Chain":
+        """The chain with that part at another strength."""
+        parts = list(self.parts)
+        place = next((place for place, part in enumerate(parts) if part.strength), 0)
+        parts[place] = parts[place].with_strength(value)
+        return Chain(*parts)
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
         """As the part with a server side says."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
@@ -50,6 +50,7 @@ class DPSGD(StepDefense):
     """
 
     paper = "Abadi et al., CCS 2016"
+    strength = Strength("noise_multiplier", 1e-3, 100.0, log=True)
 
     clip: float = 1.0
     noise_multiplier: float = 1.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, Strength
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.errors import ParameterError
 from gradveil.randomness import Draws
@@ -49,6 +49,11 @@ class DualPruning(Perturbation):
             raise ParameterError(
                 f"{self.name}: k1 + k2 must be below 1, got {self.k1:g} + {self.k2:g} = {self.k1 + self.k2:g}"
             )
+
+    @property
+    def strength(self) -> Strength:
+        """What is dropped at the top, up to all that `k2` leaves."""
+        return Strength("k1", 1e-4, 0.99 * (1 - self.k2), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Keep the band between."""

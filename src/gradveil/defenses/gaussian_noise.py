@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, Strength
 from gradveil.randomness import Draws
 
 
@@ -32,6 +32,7 @@ class GaussianNoise(Perturbation):
     """
 
     paper = "Zhu et al., NeurIPS 2019"
+    strength = Strength("std", 1e-4, 10.0, log=True)
 
     std: float = 0.01
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, Strength
 from gradveil.randomness import Draws
 
 
@@ -41,6 +41,7 @@ class GradientDropout(Perturbation):
     """
 
     paper = "Sotthiwat et al., Gradient Dropout"
+    strength = Strength("keep", 1.0, 0.01, log=True)
 
     keep: float = 0.8
     std: float = 5e-3

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, Strength
 from gradveil.randomness import Draws
 
 
@@ -33,6 +33,7 @@ class LaplaceNoise(Perturbation):
     """
 
     paper = "Zhu et al., NeurIPS 2019"
+    strength = Strength("std", 1e-4, 10.0, log=True)
 
     std: float = 0.01
 

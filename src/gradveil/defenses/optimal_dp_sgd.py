@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.optimal import SensitivityDriven, add_noise, optimal_variance
 from gradveil.task import Gradients
 
@@ -55,6 +55,7 @@ class OptimalDpSgd(SensitivityDriven):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    strength = Strength("std", 1e-4, 10.0, log=True)
 
     clip: float = 1.0
     std: float = 0.1

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.optimal import SensitivityDriven, add_noise, optimal_variance
 from gradveil.task import Gradients
 
@@ -59,6 +59,7 @@ class OptimalNoise(SensitivityDriven):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    strength = Strength("std", 1e-4, 10.0, log=True)
 
     std: float = 0.1
     directions: int = 10

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.optimal import SensitivityDriven
 from gradveil.defenses.selection import share_of
 from gradveil.task import Gradients
@@ -50,6 +50,7 @@ class OptimalPruning(SensitivityDriven):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    strength = Strength("rate", 0.0, 1.0)
 
     rate: float = 0.8
     directions: int = 10

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
@@ -56,6 +56,7 @@ class Outpost(Defense):
     """
 
     paper = "Wang et al., INFOCOM 2023"
+    strength = Strength("scale", 1e-3, 100.0, log=True)
 
     scale: float = 0.8
     noised: float = 0.4

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public
+from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
 from gradveil.randomness import Draws
 from gradveil.update import MAX_BITS, Grid, Update
 
@@ -41,6 +41,7 @@ class Quantization(Perturbation):
     """
 
     paper = "Reisizadeh et al., AISTATS 2020"
+    strength = Strength("bits", 16, 1, whole=True)
 
     bits: int = 8
     rounding: str = "nearest"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, check_gradients
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength, check_gradients
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
 from gradveil.task import Gradients, Task, differentiate_by_autograd
@@ -83,6 +83,7 @@ class Refiner(StepDefense):
     """
 
     paper = "Fan et al., USENIX Security 2025"
+    strength = Strength("epsilon", 1e-3, 100.0, log=True)
 
     epsilon: float = 0.1
     blend: float = 0.5

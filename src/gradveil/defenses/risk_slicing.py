@@ -11,7 +11,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
-from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, check_gradients, meta_of
+from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, Strength, check_gradients, meta_of
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws, fresh_generator
@@ -73,6 +73,7 @@ class RiskSlicing(Defense):
     """
 
     paper = "Risk-sliced perturbation with global compensation"
+    strength = Strength("std", 1e-4, 10.0, log=True)
 
     slices: int = 10
     ratio: float = 0.2

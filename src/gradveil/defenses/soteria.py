@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
@@ -58,6 +58,7 @@ class Soteria(StepDefense):
     """
 
     paper = "Sun et al., CVPR 2021"
+    strength = Strength("rate", 0.0, 1.0)
 
     rate: float = 0.8
     directions: int = 0

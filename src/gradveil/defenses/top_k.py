@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, Strength
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.randomness import Draws
 
@@ -31,6 +31,7 @@ class TopK(Perturbation):
     """
 
     paper = "Lin et al., ICLR 2018"
+    strength = Strength("keep", 1.0, 1e-4, log=True)
 
     keep: float = 0.2
 

@@ -6,6 +6,7 @@ from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
 from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
+from gradveil.metrics.power import relative_power
 from gradveil.metrics.scorer import NAN_GREY, Score, Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
@@ -31,5 +32,6 @@ __all__ = [
     "mse",
     "noise_ratio",
     "psnr",
+    "relative_power",
     "ssim",
 ]
