@@ -34,6 +34,13 @@ def test_the_command_says_everything():
     assert ("--defense", "top-k:keep=0.1") in options
 
 
+@pytest.mark.parametrize(("adaptive", "word"), [(True, "--adaptive"), (False, "--plain"), (None, None)])
+def test_the_command_names_the_attackers(adaptive, word):
+    words = shlex.split(AuditConfig(adaptive=adaptive, match="power").command)
+    assert [found for found in words if found in ("--adaptive", "--plain")] == ([word] if word else [])
+    assert words[words.index("--match") + 1] == "power=0.5"
+
+
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
@@ -41,6 +48,15 @@ def test_the_command_says_everything():
         ({"seed": -1}, ParameterError, "audit: seed must be a whole number of at least 0, got -1"),
         ({"defenses": ("top-j",)}, UnknownNameError, "unknown defense 'top-j'; did you mean top-k"),
         ({"attacks": ()}, ParameterError, "at least one attack"),
+        ({"match": "speed"}, ParameterError, "match must be KIND or KIND=TARGET, got 'speed'; known: accuracy, bytes"),
+        ({"match": "accuracy=1.5"}, ParameterError, "accuracy can be matched between 0 and 1, got '1.5'"),
+        ({"match": "bytes=few"}, ParameterError, "bytes can be matched between 0 and 1, got 'few'"),
+        (
+            {"match": "power", "defenses": ("top-k:keep=0.2", "top-k:keep=0.1")},
+            ParameterError,
+            "top-k:keep=0.2 and top-k:keep=0.1 differ only in the strength, which --match chooses",
+        ),
+        ({"adaptive": "yes"}, ParameterError, "adaptive must be true or false, got 'yes'"),
         ({"defenses": ("top-k", "top-k:keep=0.2")}, ParameterError, "defense top-k:keep=0.2 is given twice"),
     ],
 )

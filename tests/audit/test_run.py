@@ -12,9 +12,10 @@ import pytest
 import torch
 from filelock import FileLock
 
+from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, run
 from gradveil.defenses import DEFENSES, Perturbation
-from gradveil.errors import DataError, OutputError, ParameterError
+from gradveil.errors import DataError, OutputError, ParameterError, ThreatModelError
 
 
 @pytest.fixture
@@ -309,3 +310,141 @@ def test_an_active_server_is_audited_on_the_model_it_sent(data_file, tmp_path):
         "robbing-the-fed": "active",
         "loki": "active",
     }
+
+
+def attackers(folder):
+    """Which attackers each defense met."""
+    met = {}
+    for row in rows(folder):
+        met.setdefault(row["defense"], set()).add(row["adaptive"])
+    return met
+
+
+ADAPTIVE = {"defenses": ("refiner:epsilon=5",), "attacks": ("idlg:iterations=20",), "rounds": 1}
+
+
+def test_a_defense_meets_attackers_that_know_it_and_that_do_not(data_file, tmp_path):
+    config = config_for(data_file, **ADAPTIVE)
+    run(config, tmp_path / "out")
+    assert attackers(tmp_path / "out") == {None: {False}, "none": {False}, "refiner": {False, True}}
+    both = [row for row in rows(tmp_path / "out") if row["defense"] == "refiner"]
+    assert len(both) == 2 * 3
+    assert len({row["image"] for row in both}) == 2 * 3
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["adapted"] == [[config.defenses[1], config.attacks[0]]]
+    before = (tmp_path / "out" / "results.jsonl").read_bytes()
+    run(config, tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "results.jsonl").read_bytes() == before  # nothing is missing
+
+
+@pytest.mark.parametrize("adaptive", [True, False])
+def test_one_kind_of_attacker_alone(data_file, tmp_path, adaptive):
+    run(config_for(data_file, adaptive=adaptive, **ADAPTIVE), tmp_path / "out")
+    assert attackers(tmp_path / "out") == {None: {False}, "none": {False}, "refiner": {adaptive}}
+
+
+def test_an_attack_without_an_adaptive_form_stays_plain(data_file, tmp_path, monkeypatch):
+    plain = ATTACKS.get("idlg").check_threat
+
+    def check_threat(self, task, threat):
+        if threat.adaptive:
+            raise ThreatModelError("idlg: has no adaptive form")
+        plain(self, task, threat)
+
+    monkeypatch.setattr(ATTACKS.get("idlg"), "check_threat", check_threat)
+    run(config_for(data_file, adaptive=True, **ADAPTIVE), tmp_path / "out")
+    assert attackers(tmp_path / "out") == {None: {False}, "none": {False}, "refiner": {False}}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["adapted"] == []
+
+
+def test_a_defense_is_prepared_once_for_all_attacks_and_chunks(data_file, tmp_path, monkeypatch):
+    monkeypatch.setattr(DEFENSES, "_factories", dict(DEFENSES._factories))
+    prepared = []
+
+    @DEFENSES.register("counting")
+    @dataclass(repr=False)
+    class Counting(Perturbation):
+        paper = "-"
+
+        def prepare(self, task, *, public=None, generator=None):
+            prepared.append(task)
+            return task
+
+        def perturb_rows(self, rows, draws):
+            return rows.clone()
+
+    run(config_for(data_file, defenses=("counting",)), tmp_path / "out")  # two attacks, two chunks
+    assert len(prepared) == 2  # for the attacks and for the training
+    prepared.clear()
+    active = ("robbing-the-fed:bins=8", "idlg:iterations=1")
+    run(config_for(data_file, model="lenet", defenses=("counting",), attacks=active), tmp_path / "active")
+    assert len({id(task) for task in prepared}) == 2  # the model that the active server sends is another one
+    assert len(prepared) == 3
+
+
+def test_how_the_search_went_is_written(data_file, tmp_path):
+    attacks = ("idlg:iterations=20,restarts=3", "dlg:iterations=1", "r-gap")
+    run(config_for(data_file, defenses=("none",), attacks=attacks, rounds=1), tmp_path / "out")
+    by_attack = {row["attack"]: row for row in rows(tmp_path / "out")}
+    searched = by_attack["idlg"]
+    assert searched["loss_start"] > searched["loss_late"] >= searched["loss"] == min(searched["loss_restarts"])
+    assert len(searched["loss_restarts"]) == 3
+    assert by_attack["r-gap"]["loss_start"] is None  # a closed form searches for nothing
+
+
+def test_power_is_what_was_changed(data_file, tmp_path):
+    defenses = ("secure-aggregation", "top-k:keep=0.5", "precode:width=8")
+    run(config_for(data_file, defenses=defenses, attacks=("idlg:iterations=1",), rounds=1), tmp_path / "out")
+    power = {row["defense"]: row["power"] for row in rows(tmp_path / "out")}
+    assert power["none"] == power["secure-aggregation"] == 0  # a sum over one client hides nothing
+    assert 0 < power["top-k"] < 0.5
+    assert power["precode"] is power[None] is None  # another model, so no gradient to compare with
+
+
+def test_aggregated_clients_are_seen_as_the_defense_lets_them(data_file, tmp_path):
+    """Behind a sum the attacker looks for all images at once; without one, client by client."""
+    config = config_for(
+        data_file,
+        defenses=("secure-aggregation",),
+        attacks=("idlg:iterations=60",),
+        aggregated=3,
+        labels="known",
+        victims=2,
+        rounds=1,
+    )
+    run(config, tmp_path / "out")
+    assert {row["aggregated"] for row in rows(tmp_path / "out")} == {3}
+    psnr, power = (
+        {
+            defense: [row[figure] for row in rows(tmp_path / "out") if row["defense"] == defense]
+            for defense in ("none", "secure-aggregation")
+        }
+        for figure in ("psnr", "power")
+    )
+    assert len(json.loads((tmp_path / "out" / "config.json").read_text())["victim_labels"][0]) == 3
+    assert power["none"] == [0, 0]
+    assert min(power["secure-aggregation"]) > 0.05
+    assert min(psnr["none"]) > 40
+    assert np.mean(psnr["none"]) > np.mean(psnr["secure-aggregation"]) + 5
+
+
+def test_matched_defenses_are_audited_at_the_strength_that_was_found(data_file, tmp_path):
+    config = config_for(
+        data_file,
+        match="power=0.3",
+        defenses=("gaussian-noise", "top-k+error-feedback", "secure-aggregation"),
+        attacks=("idlg:iterations=1",),
+        rounds=1,
+    )
+    with pytest.warns(UserWarning, match="secure-aggregation has no parameter .*; it is left out"):
+        run(config, tmp_path / "out")
+    matches = {row["asked"].partition(":")[0]: row for row in rows(tmp_path / "out", "match.jsonl")}
+    assert matches.pop("secure-aggregation")["found"] is None
+    assert all(abs(row["cost"] - 0.3) <= row["tolerance"] for row in matches.values())
+    found = {row["found"] for row in matches.values()}
+    assert {row["defense_spec"] for row in rows(tmp_path / "out")} == {None, "none", *found}
+    assert {row["defense_spec"] for row in rows(tmp_path / "out", "utility.jsonl")} == {"none", *found}
+    before = (tmp_path / "out" / "results.jsonl").read_bytes()
+    run(config, tmp_path / "out", resume=True)
+    assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
+    assert len(rows(tmp_path / "out", "match.jsonl")) == 3
