@@ -156,7 +156,8 @@ def audit(
     for sentence in verdict:
         say(sentence)
     if as_json:
-        out.print_json(json.dumps({"report": str(page), "folder": str(folder), "verdict": verdict}))
+        flags = [found.flag.name for found in report.raised_flags(folder)]
+        out.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
 

@@ -89,7 +89,7 @@ class AuditFolder:
                     "round_seconds": 0.042 * (1 + strength),
                     "upload_bytes": int(57_576 * (1 - 0.7 * strength)),
                     "download_bytes": 57_576,
-                    "history": [0.91 * pmm * (1 - math.exp(-step / 3)) for step in range(8)],
+                    "history": [0.91 * pmm * (1 - math.exp(-step)) for step in range(10)],
                 }
             )
 

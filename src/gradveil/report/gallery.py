@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradveil.report.images import load, original
-from gradveil.report.read import BLIND_GUESS, Attempt, Audit, title
+from gradveil.report.read import ADAPTIVE, BLIND_GUESS, Attempt, Audit, title
 from gradveil.report.scores import score
 
 MOST_VICTIMS = 12  # in the picture; the tables count all
@@ -29,6 +29,7 @@ class Strip:
     note: str
     shots: Sequence[Shot]
     leaked: bool | None = None
+    adaptive: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,15 +41,18 @@ class Figure:
 
 
 def figures(audit: Audit) -> list[Figure]:
-    """One figure an attack, each with the originals and the blind guess on top."""
+    """One figure an attack, with the originals and the blind guess on top and the adaptive attacker below the plain."""
     originals = [_shot(audit, original(victim), "", f"original of victim {victim}") for victim in _shown(audit)]
     top = [Strip("original", "what the client has", originals)]
     if audit.blind:
         note = f"median {score(audit.blind).psnr:.1f} dB"
         top.append(Strip(BLIND_GUESS, note, _shots(audit, BLIND_GUESS, audit.blind)))
     return [
-        Figure(audit.short(attack), [*top, *(_strip(audit, defense, attack) for defense in audit.defenses)])
-        for attack in audit.attacks
+        Figure(
+            audit.short(method),
+            [*top, *(_strip(audit, *pair) for pair in audit.expected if audit.plain(pair[1]) == method)],
+        )
+        for method in audit.methods
     ]
 
 
@@ -70,12 +74,14 @@ def _shown(audit: Audit) -> range:
 
 def _strip(audit: Audit, defense: str, attack: str) -> Strip:
     rows = audit.of(defense, attack)
-    shots = _shots(audit, title(defense), rows)
+    knows = attack.endswith(ADAPTIVE)
+    name = f"{title(defense)}, adaptive attacker" if knows else title(defense)
+    shots = _shots(audit, name, rows)
     if not rows:
-        return Strip(title(defense), "not attacked yet", shots)
+        return Strip(name, "not attacked yet", shots, adaptive=knows)
     result = score(rows)
     note = f"median {result.psnr:.1f} dB, leaked {result.leaked} of {result.victims}"
-    return Strip(title(defense), note, shots, result.leaked > 0)
+    return Strip(name, note, shots, result.leaked > 0, knows)
 
 
 def _shots(audit: Audit, name: str, rows: Sequence[Attempt]) -> list[Shot]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from enum import Enum
 
 from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
-from gradveil.report.read import UNDEFENDED, Audit
+from gradveil.report.flags import Raised, raised
+from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit
 from gradveil.report.scores import Score, score
 from gradveil.report.text import join, percent, plural
 
-FEW_VICTIMS = 8  # below this, k of n is an anecdote: 0 of 7 still allows a true rate of one in three
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
 NAMED_TOGETHER = 6  # more than this are only counted in it
@@ -37,25 +37,27 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The headline, first what happens undefended, and the reasons to read it with care.
+    """The flags that are raised, the headline (first what happens undefended), and what else to know.
 
     Example:
-        >>> Verdict((Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), ()).lines()
+        >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), ()).lines()
         ['idlg recovers 4 of 4 images.']
     """
 
+    flags: tuple[Raised, ...]
     headline: tuple[Sentence, ...]
     caveats: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """Everything as plain sentences for a terminal."""
+        flags = [f"Flag {found.flag.name}: {found.text}" for found in self.flags]
         caveats = [f"Note: {caveat}" for caveat in self.caveats]
-        return [text.replace("`", "") for text in [*(sentence.text for sentence in self.headline), *caveats]]
+        return [text.replace("`", "") for text in [*flags, *(sentence.text for sentence in self.headline), *caveats]]
 
 
 def judge(audit: Audit) -> Verdict:
     """Put the audit into words."""
-    return Verdict((_lead(audit), *_defense_sentences(audit)), tuple(_caveats(audit)))
+    return Verdict(tuple(raised(audit)), (_lead(audit), *_defense_sentences(audit)), tuple(_caveats(audit)))
 
 
 def outcome(audit: Audit, defense: str) -> Outcome:
@@ -71,9 +73,9 @@ def outcome(audit: Audit, defense: str) -> Outcome:
     if leaked:
         before = max(_share(score(audit.without_defense(attack))) for attack in working)
         return Outcome.WEAKENS if leaked < before else Outcome.FAILS
-    unfinished = {attack for name, attack, _ in audit.missing_attempts() if name == defense}
-    methods = {row.method for row in audit.attempts if row.attack in working}
-    return Outcome.UNKNOWN if unfinished & methods else Outcome.STOPS
+    working_methods = {audit.plain(attack) for attack in working}
+    unfinished = {audit.plain(attack) for name, attack, _ in audit.missing_attempts() if name == defense}
+    return Outcome.UNKNOWN if unfinished & working_methods else Outcome.STOPS
 
 
 def _working(audit: Audit) -> list[str]:
@@ -91,11 +93,11 @@ def _share(result: Score) -> float:
 
 
 def _victims(audit: Audit, count: int) -> str:
-    return plural(count, "image") if audit.batch_size == 1 else f"{plural(count, 'batch')} of {audit.batch_size} images"
+    return plural(count, "image") if audit.images == 1 else f"{plural(count, 'batch')} of {audit.images} images"
 
 
 def _noun(audit: Audit) -> str:
-    return "images" if audit.batch_size == 1 else "batches"
+    return "images" if audit.images == 1 else "batches"
 
 
 def _names(defenses: Sequence[str]) -> str:
@@ -142,11 +144,16 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
 
 def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
     attacks = _attacks_in_words(audit)
+    adapted = [defense for defense in defenses if _met_adaptive(audit, defense)]
     if len(defenses) <= NAMED_ONE_BY_ONE:
-        yield from (f"`{defense}` stops {attacks}{_cost(audit, defense)}." for defense in defenses)
+        for defense in defenses:
+            even = ", even adapted to it" if defense in adapted else ""
+            yield f"`{defense}` stops {attacks}{even}{_cost(audit, defense)}."
         return
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
     text = f"{_names(defenses)} stop {attacks}"
+    if adapted:
+        text += ", even adapted to them" if adapted == defenses else f", {_names(adapted)} even adapted ones"
     if kept:
         best, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
         text += (
@@ -164,7 +171,7 @@ def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
         attack, result = max(_results(audit, defense), key=lambda pair: (_share(pair[1]), pair[1].psnr))
         yield (
             f"`{defense}` is not enough: `{audit.short(attack)}` still recovers {result.leaked} of "
-            f"{_victims(audit, result.victims)}."
+            f"{_victims(audit, result.victims)}{_ignorant(audit, defense, attack, result)}."
         )
 
 
@@ -183,10 +190,27 @@ def _unfinished(defenses: list[str]) -> Iterator[str]:
         yield f"{_names(defenses)} {verb} not judged yet: attacks are missing."
 
 
+def _ignorant(audit: Audit, defense: str, attack: str, result: Score) -> str:
+    """What attackers who do not know the defense get, where knowing it made the difference."""
+    if not attack.endswith(ADAPTIVE):
+        return ""
+    plain = [found for other, found in _results(audit, defense) if not other.endswith(ADAPTIVE)]
+    most = max(plain, key=_share, default=None)
+    if most is None or _share(most) >= _share(result):
+        return ""
+    return f"; attackers who do not know the defense recover {most.leaked or 'none'}"
+
+
+def _met_adaptive(audit: Audit, defense: str) -> bool:
+    return any(row.adaptive for row in audit.attempts if row.defense == defense)
+
+
 def _attacks_in_words(audit: Audit) -> str:
-    working = _working(audit)
-    if len(working) < len(audit.attacks):
-        return join([f"`{audit.short(attack)}`" for attack in working])
+    working = [
+        attack for attack in _working(audit) if attack in audit.methods or audit.plain(attack) not in audit.attacks
+    ]
+    if len(working) < len(audit.methods):
+        return join([f"`{audit.short(audit.plain(attack))}`" for attack in working])
     return {1: "the attack", 2: "both attacks"}.get(len(working), f"all {len(working)} attacks")
 
 
@@ -206,11 +230,6 @@ def _caveats(audit: Audit) -> Iterator[str]:
     yield from _unfinished_caveats(audit)
     yield from _attack_caveats(audit)
     yield from _blind_caveats(audit)
-    if audit.attempts and audit.victims < FEW_VICTIMS:
-        yield (
-            f"Only {plural(audit.victims, 'victim')} per attack: the counts are anecdotal. "
-            f"From {FEW_VICTIMS} victims on (`--victims`) they begin to mean something."
-        )
     yield from _metric_caveats(audit)
 
 
@@ -218,7 +237,7 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
     attempts, costs = audit.missing_attempts(), audit.missing_utility()
     parts = []
     if attempts:
-        asked = len(audit.defenses) * len(audit.methods) * audit.victims
+        asked = len(audit.expected) * audit.victims
         parts.append(f"{len(attempts):,} of {plural(asked, 'attack run')}")
     if costs:
         parts.append(f"the cost in accuracy of {_names(costs)}")
@@ -232,43 +251,6 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
 
 
 def _attack_caveats(audit: Audit) -> Iterator[str]:
-    if not audit.attempts:
-        return
-    before = {attack: score(rows) for attack in audit.attacks if (rows := audit.without_defense(attack))}
-    working = _working(audit)
-    if not before:
-        yield (
-            "There is no finished undefended run to compare with, so nothing about the defenses follows: add "
-            f"`--defense {UNDEFENDED}`."
-        )
-    elif not working:
-        yield (
-            "No attack recovers undefended data here, so nothing about the defenses follows from this audit. "
-            "Give the attacks more iterations, or a model and batch size on which they work."
-        )
-    else:
-        for attack, result in before.items():
-            if attack not in working:
-                yield (
-                    f"`{audit.short(attack)}` recovers nothing even without a defense; "
-                    "its rows say nothing about the defenses."
-                )
-            elif _share(result) < 0.5:
-                yield (
-                    f"`{audit.short(attack)}` is weak here: undefended it recovers only {result.leaked} of "
-                    f"{result.victims}, so its failures say little about the defenses."
-                )
-    for attack, result in before.items():
-        better = [
-            defense
-            for defense in audit.real_defenses
-            if (rows := audit.of(defense, attack)) and _share(score(rows)) > _share(result)
-        ]
-        if better:
-            yield (
-                f"`{audit.short(attack)}` recovers more under {_names(better)} than undefended, which a "
-                "sound attack should not: it had not converged or was lucky."
-            )
     fed_back = [defense for defense in audit.real_defenses if "+error-feedback" in defense]
     if fed_back:
         yield (
@@ -281,9 +263,12 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             f"{_names(named_private)}: in spite of the name no differential privacy, so there is no (epsilon, delta): "
             "it clips coordinates, not examples, and its noise depends on the data."
         )
-    stopped = any(outcome(audit, defense) is Outcome.STOPS for defense in audit.real_defenses)
-    if stopped and not any(row.adaptive for row in audit.attempts):
-        yield "No attacker was adapted to the defense it met; one that knows the defense may recover more."
+    stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
+    unknown = [defense for defense in stopping if not _met_adaptive(audit, defense)]
+    if unknown:
+        yield (
+            f"{_names(unknown)}: no attacker was adapted to the defense; one that knows the defense may recover more."
+        )
 
 
 def _blind_caveats(audit: Audit) -> Iterator[str]:
@@ -302,14 +287,6 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
 
 
 def _metric_caveats(audit: Audit) -> Iterator[str]:
-    unknown = [row for row in audit.utility.values() if row.pmm is None]
-    if unknown:
-        baseline = next((row.baseline_accuracy for row in unknown if row.baseline_accuracy is not None), None)
-        reached = f" ({percent(baseline)} accuracy)" if baseline is not None else ""
-        yield (
-            f"The undefended model is near chance{reached}, so the share of accuracy that a defense keeps "
-            "(PMM) is not given: train longer (`--rounds`)."
-        )
     without = sum(row.lpips is None for row in audit.attempts)
     if without:
         yield (

@@ -11,13 +11,14 @@ from markupsafe import Markup, escape
 
 from gradveil.errors import DataError
 from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
+from gradveil.report.flags import FLAGS, Raised
 from gradveil.report.gallery import figures, victim_names
 from gradveil.report.judgement import judge
 from gradveil.report.picture import overview
 from gradveil.report.read import UNDEFENDED, Audit, read
-from gradveil.report.scatter import Line, Point, layout
+from gradveil.report.scatter import Line, Point, layout, pareto
 from gradveil.report.scores import score, strongest
-from gradveil.report.tables import Table, attack_table, utility_table
+from gradveil.report.tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
 from gradveil.report.text import percent
 
 
@@ -41,8 +42,13 @@ def write(folder: Path) -> Path:
 
 
 def verdict(folder: Path) -> list[str]:
-    """The headline of an audit, then its caveats, one plain sentence each."""
+    """The flags of an audit, its headline, then its caveats, in plain sentences."""
     return judge(read(folder)).lines()
+
+
+def raised_flags(folder: Path) -> list[Raised]:
+    """The flags that an audit raises."""
+    return list(judge(read(folder)).flags)
 
 
 def summary(folder: Path) -> Table:
@@ -52,7 +58,7 @@ def summary(folder: Path) -> Table:
 
 def render(audit: Audit) -> str:
     """The page as text."""
-    points, not_shown = _points(audit)
+    points, not_shown, axis = _points(audit)
     lines = [Line(f"{LEAK_PSNR:g} dB threshold", LEAK_PSNR)]
     if audit.blind:
         lines.append(Line("blind guess", score(audit.blind).psnr))
@@ -68,6 +74,11 @@ def render(audit: Audit) -> str:
             images_missing=sum(shot.uri is None for figure in shown for row in figure.strips for shot in row.shots),
             attacks=attack_table(audit),
             utility=utility_table(audit),
+            ranking=ranking(audit),
+            matches=match_table(audit),
+            price=_price(audit),
+            flags=FLAGS,
+            axis=axis,
             charts={
                 "wide": layout(points, lines, width=900, numbered=False),
                 "narrow": layout(points, lines, width=350, numbered=True),
@@ -116,29 +127,57 @@ def _polyline(history: Sequence[float]) -> str:
     )
 
 
-def _points(audit: Audit) -> tuple[list[Point], list[str]]:
-    """The defenses that have both a cost and an attack, and the names of those that do not."""
-    points, not_shown = [], []
-    for defense in audit.defenses:
-        found, utility = strongest(audit, defense), audit.utility.get(defense)
-        if found is None or utility is None:
-            not_shown.append(defense)
-            continue
-        attack, psnr = found[0], found[1].psnr
+def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
+    """The defenses that have both a cost and an attack, the names of those that do not, and what x is."""
+    shown = {
+        defense: (*found, audit.utility[defense])
+        for defense in audit.defenses
+        if (found := strongest(audit, defense)) and defense in audit.utility
+    }
+    relative = all(utility.pmm is not None for _, _, utility in shown.values())
+    points = []
+    for defense, (attack, result, utility) in shown.items():
         leaked = any(row.leaked for row in audit.attempts if row.defense == defense)
         kept = "" if utility.pmm is None or defense == UNDEFENDED else f", {percent(utility.pmm)} of the undefended"
+        interval = result.psnr_interval
+        between = f" ({interval.low:.1f} to {interval.high:.1f})" if interval.known else ""
         detail = (
-            f"strongest attack: {audit.short(attack)}, median {psnr:.1f} dB, "
+            f"strongest attack: {audit.short(attack)}, median {result.psnr:.1f} dB{between}, "
             f"{'something leaked' if leaked else 'nothing leaked'}; "
             f"accuracy {percent(utility.accuracy)}{kept}"
         )
-        points.append(Point(defense, utility.accuracy, psnr, leaked, detail))
-    return points, not_shown
+        x = utility.pmm if relative and utility.pmm is not None else utility.accuracy
+        ends = (interval.low, interval.high) if interval.known else None
+        points.append(Point(defense, x, result.psnr, leaked, detail, family(defense), ends))
+    not_shown = [defense for defense in audit.defenses if defense not in shown]
+    return pareto(points), not_shown, "PMM" if relative else "accuracy"
+
+
+def family(defense: str) -> str:
+    """What a defense is called at any strength.
+
+    >>> family("dual-pruning:k1=0.05,k2=0.75+error-feedback:decay=0.5"), family("gaussian-noise:std=1e+37")
+    ('dual-pruning+error-feedback', 'gaussian-noise')
+    """
+    return "+".join(part.partition(":")[0] for part in re.split(r"\+(?=[a-zA-Z])", defense))
+
+
+def _price(audit: Audit) -> dict[str, str] | None:
+    """What the defenses were matched to, in words; None if they were not."""
+    if not audit.matches:
+        return None
+    first = audit.matches[0]
+    words = {
+        "accuracy": "keeps {} of the undefended accuracy (PMM)",
+        "power": "changes the update by {} of its power, |u − g|² / |g|²",
+        "bytes": "uploads {} of the undefended bytes",
+    }[first.kind]
+    return {"words": words.format(price(first.kind, first.target)), "tolerance": tolerance(first)}
 
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
     """All of the config but the command and the methods, which the page shows by themselves."""
-    elsewhere = {"command", "defenses", "attacks"}
+    elsewhere = {"command", "defenses", "attacks", "adapted"}
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in elsewhere]
 
 

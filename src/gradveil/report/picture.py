@@ -38,7 +38,7 @@ def overview(audit: Audit) -> Image.Image:
     heading = [(_heading(audit), HEADING, INK)]
     labels = min(MOST_LABEL, max(_width(line) for row in rows for line in row.label)) + 2 * GAP
     room = (WIDTH - 2 * MARGIN - labels) // max(columns, 1) - GAP
-    most = min(CELL * audit.batch_size, room)
+    most = min(CELL * audit.images, room)
     pictures = [[image and _enlarge(image, most) for image in row.images] for row in rows]
     cell = max((picture.width for line in pictures for picture in line if picture), default=most)
     width = 2 * MARGIN + max(labels + columns * (cell + GAP) - GAP, min(_width(heading[0]), MOST_LABEL))

@@ -11,6 +11,7 @@ from gradveil.errors import DataError
 
 BLIND_GUESS = "blind-guess"
 UNDEFENDED = "none"
+ADAPTIVE = " (adaptive)"
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Attempt:
 
     `defense` and `attack` are the methods' full specs, as the config lists them; `method` is the attack's spec
     without the word that marks an adaptive attacker. The blind guess has no defense. `bound_mse` is the least mean
-    squared error of any attacker on smoothed images under the defense; None: no bound is known.
+    squared error of any attacker on smoothed images under the defense; None: no bound is known. `power` is how much of
+    the update the defense changed. The losses are the attacker's own: when the search began, after nine tenths of it,
+    at its end, and at the end of each restart. Older audits have none of these.
     """
 
     defense: str | None
@@ -37,6 +40,11 @@ class Attempt:
     image: str | None
     mse: float | None = None
     bound_mse: float | None = None
+    power: float | None = None
+    loss: float | None = None
+    loss_start: float | None = None
+    loss_late: float | None = None
+    loss_restarts: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,12 +66,30 @@ class Utility:
 
 
 @dataclass(frozen=True)
+class Matched:
+    """One row of match.jsonl: the strength at which a defense costs the price, or why there is none (`found` is None).
+
+    `kind` is accuracy, power or bytes, `target` and `tolerance` are the price, `cost` is what was reached.
+    """
+
+    asked: str
+    found: str | None
+    kind: str
+    target: float
+    tolerance: float
+    cost: float | None
+    tries: int
+    reason: str | None
+
+
+@dataclass(frozen=True)
 class Audit:
     """All that an audit left on disk, finished or not.
 
-    Defenses and attacks are labels, in the order in which they were asked for; `methods` are the attacks
-    without their adaptive variants, of which only the rows tell. `torn` names the files whose last line was
-    cut short.
+    Defenses and attacks are labels, in the order in which they were asked for, the defenses at the strength that a
+    match found; `methods` are the attacks without their adaptive variants. `expected` are the pairs of defense and
+    attack that were to run. `images` are those behind each victim. `torn` names the files whose last line was cut
+    short.
     """
 
     folder: Path
@@ -71,11 +97,13 @@ class Audit:
     defenses: tuple[str, ...]
     attacks: tuple[str, ...]
     methods: tuple[str, ...]
+    expected: tuple[tuple[str, str], ...]
     victims: int
-    batch_size: int
+    images: int
     attempts: tuple[Attempt, ...]
     blind: tuple[Attempt, ...]
     utility: Mapping[str, Utility]
+    matches: tuple[Matched, ...]
     torn: tuple[str, ...]
 
     @property
@@ -108,18 +136,17 @@ class Audit:
         name, _, rest = attack.partition(":")
         if not rest or sum(method.partition(":")[0] == name for method in self.methods) > 1:
             return attack
-        return _adaptive(name) if attack.endswith(_adaptive("")) else name
+        return adaptive(name) if attack.endswith(ADAPTIVE) else name
+
+    def plain(self, attack: str) -> str:
+        """The attack without the word that marks an adaptive attacker."""
+        return attack.removesuffix(ADAPTIVE)
 
     def missing_attempts(self) -> list[tuple[str, str, int]]:
         """(defense, attack, victim) of every row that was asked for and is not there."""
-        done = {(row.defense, row.method, row.victim) for row in self.attempts}
-        return [
-            (defense, attack, victim)
-            for defense in self.defenses
-            for attack in self.methods
-            for victim in range(self.victims)
-            if (defense, attack, victim) not in done
-        ]
+        done = {(row.defense, row.attack, row.victim) for row in self.attempts}
+        wanted = ((*pair, victim) for pair in self.expected for victim in range(self.victims))
+        return [row for row in wanted if row not in done]
 
     def missing_utility(self) -> list[str]:
         """The defenses whose cost was not measured."""
@@ -137,23 +164,36 @@ def read(folder: Path) -> Audit:
     torn: list[str] = []
     rows = [_attempt(fields) for fields in _read_lines(folder / "results.jsonl", torn)]
     utility = [_utility(fields) for fields in _read_lines(folder / "utility.jsonl", torn)]
+    matches = [_matched(fields) for fields in _read_lines(folder / "match.jsonl", torn)]
     _refuse_repeats("results.jsonl", [(row.defense, row.attack, row.victim) for row in rows])
     _refuse_repeats("utility.jsonl", [(row.defense,) for row in utility])
+    _refuse_repeats("match.jsonl", [(row.asked,) for row in matches])
 
     attempts = tuple(row for row in rows if row.attack != BLIND_GUESS)
+    methods = config.texts("attacks")
+    chosen = {row.asked: row.found for row in matches}
+    at_strength = [(asked, chosen.get(asked, asked)) for asked in config.texts("defenses")]
+    defenses = {asked: found for asked, found in at_strength if found is not None}
     return Audit(
         folder=folder,
         config=config.values,
-        defenses=tuple(config.texts("defenses")),
-        attacks=tuple(_variants(config.texts("attacks"), attempts)),
-        methods=tuple(config.texts("attacks")),
+        defenses=tuple(defenses.values()),
+        attacks=tuple(_variants(methods, attempts)),
+        methods=tuple(methods),
+        expected=tuple(_expected(config, defenses, methods, attempts)),
         victims=config.count("victims"),
-        batch_size=config.count("batch_size"),
+        images=config.count("batch_size") * (config.count("aggregated") if "aggregated" in config.values else 1),
         attempts=attempts,
         blind=tuple(row for row in rows if row.attack == BLIND_GUESS),
         utility={row.defense: row for row in utility},
+        matches=tuple(matches),
         torn=tuple(torn),
     )
+
+
+def adaptive(method: str) -> str:
+    """The label of an attack whose attacker knows the defense."""
+    return f"{method}{ADAPTIVE}"
 
 
 def title(defense: str) -> str:
@@ -208,6 +248,12 @@ class _Fields:
             raise self._wrong(key, "a text")
         return value
 
+    def choice(self, key: str, known: Sequence[str]) -> str:
+        value = self.text(key)
+        if value not in known:
+            raise self._wrong(key, f"one of {', '.join(known)}")
+        return value
+
     def texts(self, key: str) -> list[str]:
         value = self.values.get(key)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
@@ -223,6 +269,15 @@ class _Fields:
             raise self._wrong(key, "a list of numbers")
         return tuple(float(item) for item in value)
 
+    def pairs(self, key: str) -> set[tuple[str, str]] | None:
+        """A list of pairs of texts; None where the key is absent."""
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(isinstance(item, list) and len(item) == 2 for item in value):
+            raise self._wrong(key, "a list of pairs")
+        return {(str(first), str(second)) for first, second in value}
+
     def _wrong(self, key: str, expected: str) -> DataError:
         got = _short(self.values[key]) if key in self.values else "nothing"
         return DataError(f"{self.where}: {key!r} must be {expected}, got {got}; {_REMEDY}")
@@ -234,12 +289,12 @@ _REMEDY = "mend or remove it, or run the audit again into another folder"
 def _attempt(fields: _Fields) -> Attempt:
     method = fields.text("attack_spec")
     blind = method == BLIND_GUESS
-    adaptive = not blind and fields.flag("adaptive")
+    knows = not blind and fields.flag("adaptive")
     return Attempt(
         defense=None if blind else fields.text("defense_spec"),
-        attack=_adaptive(method) if adaptive else method,
+        attack=adaptive(method) if knows else method,
         method=method,
-        adaptive=adaptive,
+        adaptive=knows,
         victim=fields.count("victim"),
         psnr=fields.number("psnr"),
         ssim=fields.number("ssim"),
@@ -251,6 +306,11 @@ def _attempt(fields: _Fields) -> Attempt:
         image=fields.optional_text("image"),
         mse=fields.optional_number("mse"),
         bound_mse=fields.optional_number("bound_mse"),
+        power=fields.optional_number("power"),
+        loss=fields.optional_number("loss"),
+        loss_start=fields.optional_number("loss_start"),
+        loss_late=fields.optional_number("loss_late"),
+        loss_restarts=fields.numbers("loss_restarts"),
     )
 
 
@@ -271,19 +331,44 @@ def _utility(fields: _Fields) -> Utility:
     )
 
 
-def _adaptive(method: str) -> str:
-    return f"{method} (adaptive)"
+def _matched(fields: _Fields) -> Matched:
+    return Matched(
+        asked=fields.text("asked"),
+        found=fields.optional_text("found"),
+        kind=fields.choice("kind", ("accuracy", "power", "bytes")),
+        target=fields.number("target"),
+        tolerance=fields.number("tolerance"),
+        cost=fields.optional_number("cost"),
+        tries=fields.count("tries"),
+        reason=fields.optional_text("reason"),
+    )
 
 
 def _variants(methods: Iterable[str], attempts: Sequence[Attempt]) -> Iterator[str]:
     """Each method as its rows have it: plain, adaptive or both; plain if it has no rows yet."""
     run = {row.attack for row in attempts}
     for method in methods:
-        adaptive = _adaptive(method)
-        if method in run or adaptive not in run:
+        if method in run or adaptive(method) not in run:
             yield method
-        if adaptive in run:
-            yield adaptive
+        if adaptive(method) in run:
+            yield adaptive(method)
+
+
+def _expected(
+    config: _Fields, defenses: Mapping[str, str], methods: Sequence[str], attempts: Sequence[Attempt]
+) -> Iterator[tuple[str, str]]:
+    """The pairs of defense and attack that were to run; where the config does not say, those that have rows."""
+    pairs = config.pairs("adapted")
+    run = {(row.defense, row.attack) for row in attempts}
+    for asked, defense in defenses.items():
+        for method in methods:
+            both = (defense, method), (defense, adaptive(method))
+            if pairs is None:
+                yield from [pair for pair in both if pair in run] or both[:1]
+            elif (asked, method) not in pairs:
+                yield both[0]
+            else:
+                yield from both[1:] if config.values.get("adaptive") else both
 
 
 def _read_config(path: Path) -> _Fields:

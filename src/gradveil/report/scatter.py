@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CHARACTER = 6.8  # width of a monospaced character of 11 px, rounded up
 LABEL_HEIGHT = 14.0
@@ -14,13 +14,20 @@ Segment = tuple[tuple[float, float], tuple[float, float]]
 
 @dataclass(frozen=True)
 class Point:
-    """A defense: what it keeps (x), what the strongest attack gets (y), and the words for its tooltip."""
+    """A defense: what it keeps (x), what the strongest attack gets (y), and the words for its tooltip.
+
+    `family` is what the defense is called at any strength: its points are joined by a line. `interval` is that of y.
+    `dominated`: another defense keeps as much and lets as little through, and is better in one of both.
+    """
 
     label: str
     x: float
     y: float
     leaked: bool
     detail: str
+    family: str = ""
+    interval: tuple[float, float] | None = None
+    dominated: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,12 +79,13 @@ class Box:
 
 @dataclass(frozen=True)
 class Marker:
-    """A point with its place, its label's box and the end of the line that leads to the label."""
+    """A point with its place, the ends of its interval, its label's box and the end of the line that leads there."""
 
     point: Point
     number: int
     x: float
     y: float
+    whisker: tuple[float, float] | None
     text: str
     box: Box
     leader: tuple[float, float] | None
@@ -109,6 +117,7 @@ class Chart:
     x_ticks: tuple[Mark, ...]
     y_ticks: tuple[Mark, ...]
     lines: tuple[Mark, ...]
+    paths: tuple[str, ...]
     markers: tuple[Marker, ...]
 
 
@@ -132,7 +141,8 @@ def _try_layout(
 ) -> Chart | None:
     plot = Box(46.0, 14.0, width - 46.0 - 14.0, height - 14.0 - 44.0)
     x_low, x_high, x_step = axis([point.x for point in points], room=0.06, least=0.05)
-    y_low, y_high, y_step = axis([*(point.y for point in points), *(line.y for line in lines), 0.0], 0.05, 5.0)
+    ends = [end for point in points for end in point.interval or ()]
+    y_low, y_high, y_step = axis([*(point.y for point in points), *ends, *(line.y for line in lines), 0.0], 0.05, 5.0)
 
     def to_x(value: float) -> float:
         return plot.left + plot.width * (value - x_low) / (x_high - x_low)
@@ -155,7 +165,9 @@ def _try_layout(
             return None
         end = box.nearest(x, y)
         far = math.dist(end, (x, y)) > RADIUS + 5
-        markers.append(Marker(point, number, x, y, text, box, end if far else None))
+        low, high = point.interval or (None, None)
+        whisker = None if low is None or high is None else (to_y(low), to_y(high))
+        markers.append(Marker(point, number, x, y, whisker, text, box, end if far else None))
     return Chart(
         width=width,
         height=height,
@@ -163,6 +175,7 @@ def _try_layout(
         x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in ticks(x_low, x_high, x_step)),
         y_ticks=tuple(Mark(to_y(at), f"{at:g}", plot.left - 8) for at in ticks(y_low, y_high, y_step)),
         lines=tuple(marks),
+        paths=tuple(_paths(points, places)),
         markers=tuple(markers),
     )
 
@@ -233,6 +246,32 @@ def _crosses(segment: Segment, box: Box) -> bool:
         near, far = sorted(((low - start) / step, (high - start) / step))
         enter, leave = max(enter, near), min(leave, far)
     return enter < leave
+
+
+def pareto(points: Sequence[Point]) -> list[Point]:
+    """The points, marked where another one dominates them: at least as far right and as low, and not in the same place.
+
+    >>> best, worse = Point("a", 0.9, 8.0, False, ""), Point("b", 0.8, 9.0, False, "")
+    >>> [point.dominated for point in pareto([best, worse])]
+    [False, True]
+    """
+
+    def is_dominated(point: Point) -> bool:
+        return any(
+            other.x >= point.x and other.y <= point.y and (other.x, other.y) != (point.x, point.y) for other in points
+        )
+
+    return [replace(point, dominated=is_dominated(point)) for point in points]
+
+
+def _paths(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """The line through the points of each family, from left to right, as an SVG polyline has it."""
+    families: dict[str, list[tuple[float, float]]] = {}
+    for point, place in zip(points, places, strict=True):
+        families.setdefault(point.family or point.label, []).append(place)
+    for members in families.values():
+        if len(members) > 1:
+            yield " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(members))
 
 
 def _line_marks(lines: Sequence[Line], to_y_values: Iterable[float]) -> list[Mark]:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
+from gradveil.audit.statistics import Interval, median_interval, paired_difference
 from gradveil.report.read import Attempt, Audit
 
 
@@ -21,8 +22,7 @@ class Score:
     victims: int
     leaked: int
     psnr: float
-    psnr_low: float
-    psnr_high: float
+    psnr_interval: Interval
     ssim: float
     lpips: float | None
     noise_ratio: float | None
@@ -39,8 +39,7 @@ def score(rows: Sequence[Attempt]) -> Score:
         victims=len(rows),
         leaked=sum(row.leaked for row in rows),
         psnr=median(psnr),
-        psnr_low=min(psnr),
-        psnr_high=max(psnr),
+        psnr_interval=median_interval(psnr),
         ssim=median(row.ssim for row in rows),
         lpips=_median(row.lpips for row in rows),
         noise_ratio=_median(row.noise_ratio for row in rows),
@@ -61,6 +60,24 @@ def strongest(audit: Audit, defense: str) -> tuple[str, Score] | None:
     """The attack with the highest median PSNR under `defense`, and its score; None if none has rows."""
     ran = [(attack, score(rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
     return max(ran, key=lambda pair: pair[1].psnr, default=None)
+
+
+def psnr_of(rows: Iterable[Attempt]) -> dict[int, float]:
+    """The PSNR by victim."""
+    return {row.victim: row.psnr for row in rows}
+
+
+def gain_over_plain(audit: Audit, defense: str, attack: str) -> Interval | None:
+    """PSNR that an adaptive attack has more than its plain form, paired by victim; None if one of them did not run."""
+    plain = audit.plain(attack)
+    if plain == attack:
+        return None
+    return paired_difference(psnr_of(audit.of(defense, attack)), psnr_of(audit.of(defense, plain)))
+
+
+def loss_to_defense(audit: Audit, defense: str, attack: str) -> Interval | None:
+    """PSNR that an attack has more under a defense than without one, paired by victim; None without such rows."""
+    return paired_difference(psnr_of(audit.of(defense, attack)), psnr_of(audit.without_defense(attack)))
 
 
 def _present(values: Iterable[float | None]) -> list[float]:

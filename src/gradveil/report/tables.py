@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gradveil.report.read import BLIND_GUESS, UNDEFENDED, Audit, Utility
-from gradveil.report.scores import Score, score, scores
-from gradveil.report.text import ratio, seconds, size
+from gradveil.audit.statistics import Interval, rank
+from gradveil.report.read import BLIND_GUESS, UNDEFENDED, Audit, Matched, Utility
+from gradveil.report.scores import Score, gain_over_plain, loss_to_defense, psnr_of, score, scores, strongest
+from gradveil.report.text import percent, ratio, seconds, size
 
 MISSING = "–"
 
@@ -53,9 +54,10 @@ class Table:
 
 def attack_table(audit: Audit) -> Table:
     """A row for each defense and attack, and one for the blind guess, which knows nothing of the victim."""
-    entries = [(defense, audit.short(attack), result) for (defense, attack), result in scores(audit).items()]
+    entries = [(defense, attack, result) for (defense, attack), result in scores(audit).items()]
     if audit.blind:
         entries.insert(0, (MISSING, BLIND_GUESS, score(audit.blind)))
+    with_adaptive = any(row.adaptive for row in audit.attempts)
     with_noise = any(result.noise_ratio is not None for _, _, result in entries)
     with_bound = any(result.bound_mse is not None for _, _, result in entries)
     columns = [
@@ -64,7 +66,21 @@ def attack_table(audit: Audit) -> Table:
         Column("Leaked", "Victims recovered, of all victims attacked."),
         Column(
             "PSNR dB",
-            "Median over the victims, and the lowest and highest. Higher is closer to the original.",
+            "Median over the victims and its 95 % interval. Higher is closer to the original.",
+        ),
+        Column(
+            "vs. undefended",
+            "Median over the victims of the PSNR under the defense minus that without one, and its 95 % interval.",
+        ),
+        *(
+            [
+                Column(
+                    "vs. plain",
+                    "Median over the victims of the adaptive attacker's PSNR minus the plain one's; 95 % interval.",
+                )
+            ]
+            if with_adaptive
+            else []
         ),
         Column("SSIM", "Median structural similarity. 1 is identical."),
         Column("LPIPS", "Median perceptual distance. 0 is identical."),
@@ -87,9 +103,11 @@ def attack_table(audit: Audit) -> Table:
     rows = [
         (
             Cell(defense, None if defense == MISSING else defense),
-            Cell(attack, attack),
+            Cell(audit.short(attack), attack),
             _leaked(result) if attack != BLIND_GUESS else Cell(MISSING, None),
-            Cell(f"{result.psnr:.1f}", result.psnr, f"{result.psnr_low:.1f}–{result.psnr_high:.1f}"),
+            _psnr(result),
+            _difference(None if defense in (MISSING, UNDEFENDED) else loss_to_defense(audit, defense, attack)),
+            *([_difference(gain_over_plain(audit, defense, attack))] if with_adaptive else []),
             _decimal(result.ssim, 2),
             _decimal(result.lpips, 3),
             *([_decimal(result.noise_ratio, 2)] if with_noise else []),
@@ -123,6 +141,70 @@ def utility_table(audit: Audit) -> Table:
     return Table(tuple(columns), tuple(rows))
 
 
+def ranking(audit: Audit) -> Table:
+    """A row for each defense that was attacked, the most private first; the order is no more than its `Rank`."""
+    found = {defense: best for defense in audit.real_defenses if (best := strongest(audit, defense))}
+    places = rank({defense: psnr_of(audit.of(defense, attack)) for defense, (attack, _) in found.items()})
+    columns = (
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Strongest attack", "The attack with the highest median PSNR under the defense.", numeric=False),
+        Column(
+            "Rank",
+            "Place by privacy as far as the 95 % intervals of the paired differences tell; a range where they do not.",
+        ),
+        Column("PSNR dB", "Of the strongest attack: median over the victims and its 95 % interval."),
+        Column("Leaked", "Victims recovered by the strongest attack."),
+        Column("PMM", "Accuracy with the defense divided by accuracy without."),
+    )
+    order = sorted(found, key=lambda defense: (places[defense].best, places[defense].worst, found[defense][1].psnr))
+    rows = [
+        (
+            Cell(defense, defense),
+            Cell(audit.short(found[defense][0]), found[defense][0]),
+            Cell(str(places[defense]), places[defense].best),
+            _psnr(found[defense][1]),
+            _leaked(found[defense][1]),
+            _share(audit.utility[defense].pmm if defense in audit.utility else None),
+        )
+        for defense in order
+    ]
+    return Table(columns, tuple(rows))
+
+
+def match_table(audit: Audit) -> Table:
+    """A row for each defense whose strength was chosen so that it costs the price."""
+    columns = (
+        Column("Asked for", "The defense as it was named.", numeric=False),
+        Column("Audited", "The same defense at the strength that costs the price.", numeric=False),
+        Column("Cost", "What it costs at that strength."),
+        Column("Tries", "Strengths that were tried."),
+    )
+    rows = [
+        (
+            Cell(row.asked, row.asked),
+            Cell(row.found or "left out", row.found),
+            Cell(MISSING if row.cost is None else price(row.kind, row.cost), row.cost),
+            Cell(str(row.tries), row.tries),
+        )
+        for row in audit.matches
+    ]
+    return Table(columns, tuple(rows))
+
+
+def price(kind: str, value: float) -> str:
+    """A cost of one kind in words.
+
+    >>> price("accuracy", 0.95), price("power", 0.5)
+    ('95 %', '0.5')
+    """
+    return f"{value:.3g}" if kind == "power" else percent(value)
+
+
+def tolerance(row: Matched) -> str:
+    """How far from the price a defense may be."""
+    return f"{row.tolerance:.2g}" if row.kind == "power" else f"{100 * row.tolerance:.2g} points"
+
+
 def _utility_cells(row: Utility, base: Utility | None, with_privacy: bool, with_history: bool) -> Iterator[Cell]:
     yield Cell(row.defense, row.defense)
     yield _share(row.accuracy)
@@ -135,6 +217,21 @@ def _utility_cells(row: Utility, base: Utility | None, with_privacy: bool, with_
         yield Cell(row.privacy or "none", row.epsilon)
     if with_history:
         yield Cell("" if len(row.history) > 1 else MISSING, row.accuracy, history=row.history)
+
+
+def _psnr(result: Score) -> Cell:
+    return Cell(f"{result.psnr:.1f}", result.psnr, _range(result.psnr_interval))
+
+
+def _difference(found: Interval | None) -> Cell:
+    if found is None:
+        return Cell(MISSING, None)
+    return Cell(f"{found.estimate:+.1f}".replace("-", "−"), found.estimate, _range(found))
+
+
+def _range(found: Interval) -> str:
+    """The interval, if there were victims enough for one."""
+    return f"{found.low:.1f} … {found.high:.1f}".replace("-", "−") if found.known else ""
 
 
 def _leaked(result: Score) -> Cell:
