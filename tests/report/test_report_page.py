@@ -12,6 +12,7 @@ import pytest
 
 from gradveil import report
 from gradveil.errors import DataError
+from gradveil.report.flags import FLAGS
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
@@ -168,10 +169,73 @@ def test_headings_are_buttons_and_values_are_sortable(make_audit):
     text = report.write(made.write()).read_text()
     page = Page(text)
     headings = page.all("th", **{"aria-sort": "none"})
-    assert len(headings) == len(page.all("button", type="button")) == 8 + 8
+    assert len(headings) == len(page.all("button", type="button")) == 9 + 8 + 6  # attacks, cost, ranking
     values = [attributes["data-value"] for tag, attributes in page.tags if tag == "td" and "data-value" in attributes]
     assert "" in values
     assert any(re.fullmatch(r"\d+\.\d{6,}", value) for value in values), "sorting needs unrounded values"
+
+
+def test_raised_flags_stand_above_the_verdict_and_lead_to_their_meaning(make_audit):
+    page = page_of(make_audit(victims=4))
+    text = page.text
+    assert text.index("1 of 8 trust flags is raised") < text.index("Only 4 victims") < text.index("Without a defense,")
+    links = {attributes["href"] for attributes in page.all("a")}
+    assert "#few-victims" in links
+    assert {flag.name for flag in FLAGS} <= {attributes.get("id") for attributes in page.all("div")}
+    clear = page_of(make_audit(victims=8)).text
+    assert clear.index("None of the 8 trust flags is raised") < clear.index("Without a defense,")
+
+
+def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
+    made = make_audit()
+    made.results += [{**row, "adaptive": True} for row in made.rows("top-k", "idlg")]
+    page = page_of(made)
+    assert len(page.all("tr", **{"class": "adaptive"})) == 1
+    assert "top-k: keep=0.2, adaptive attacker" in page.text
+    assert len(page.all("table", **{"class": "shots"})) == 2
+
+
+def test_matched_defenses_are_shown_with_their_price(make_audit):
+    made = make_audit()
+    found = {"gaussian-noise:std=0.1": "gaussian-noise:std=0.3", "top-k:keep=0.2": None}
+    for row in [*made.results, *made.utility]:
+        row["defense_spec"] = found.get(row["defense_spec"], row["defense_spec"])
+    made.results = [row for row in made.results if row["defense"] != "top-k"]
+    made.utility = [row for row in made.utility if row["defense"] != "top-k"]
+    folder = made.write()
+    rows = [
+        {
+            "asked": asked,
+            "found": spec,
+            "kind": "accuracy",
+            "target": 0.95,
+            "tolerance": 0.01,
+            "cost": 0.948,
+            "tries": 6,
+        }
+        for asked, spec in found.items()
+    ]
+    rows[1]["reason"] = "top-k does not cost accuracy=0.95 at any strength"
+    (folder / "match.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = Page(report.write(folder).read_text())
+    assert "keeps 95 % of the undefended accuracy (PMM), to within 1 points" in page.text
+    assert "Left out: top-k does not cost accuracy=0.95 at any strength." in page.text
+    assert "not complete" not in page.text
+    labels = {attributes["data-label"] for _, attributes in page.tags if "data-label" in attributes}
+    assert "gaussian-noise:std=0.3" in labels
+    assert "top-k:keep=0.2" not in labels
+
+
+def test_strengths_of_one_defense_are_joined_and_what_is_beaten_is_grey(make_audit):
+    noises = [("gaussian-noise", {"std": std}, strength) for std, strength in ((0.1, 0.3), (0.2, 0.6), (0.3, 0.9))]
+    made = make_audit(defenses=[("none", {}, 0.0), *noises, ("top-k", {"keep": 0.2}, 0.2)], victims=8)
+    for row, pmm in zip(made.utility, (1.0, 0.98, 0.95, 0.9, 0.7), strict=True):
+        row["pmm"] = pmm
+    page = page_of(made)
+    assert len(page.all("polyline", **{"class": "family"})) == 2  # one in each chart
+    beaten = [a["data-label"] for _, a in page.tags if "dominated" in a.get("class", "").split()]
+    assert beaten == ["top-k:keep=0.2"] * 2
+    assert len(page.all("path", **{"class": "whisker"})) == 2 * 5
 
 
 def test_every_defense_has_a_point_in_both_charts(make_audit):

@@ -5,7 +5,7 @@ import pytest
 from gradveil import report
 from gradveil.report.read import read
 from gradveil.report.scores import score, strongest
-from gradveil.report.tables import attack_table, utility_table
+from gradveil.report.tables import attack_table, ranking, utility_table
 
 
 def column(table, title):
@@ -29,10 +29,46 @@ def test_medians_and_ranges(make_audit):
     table = attack_table(read(made.write()))
     assert column(table, "Leaked")[1].text == "3 of 4"
     assert column(table, "Leaked")[1].leaked is True
-    assert (column(table, "PSNR dB")[1].text, column(table, "PSNR dB")[1].note) == ("25.5", "10.0–40.0")
+    assert (column(table, "PSNR dB")[1].text, column(table, "PSNR dB")[1].note) == (
+        "25.5",
+        "",
+    )  # too few for an interval
     assert column(table, "SSIM")[1].value == pytest.approx(0.25)
     assert column(table, "LPIPS")[1].value == pytest.approx(0.3)
     assert column(table, "Label")[1].text == "75.0 %"
+
+
+def test_intervals_and_paired_differences(make_audit):
+    """Every victim loses 5 dB to the defense, and the attacker who knows it wins 3 back."""
+    made = make_audit(defenses=[("none", {}, 0.0), ("top-k", {}, 0.05)], attacks=[("idlg", {}, 0.02)], victims=8)
+    made.results += [{**row, "adaptive": True} for row in made.rows("top-k")]
+    for row in made.rows():
+        row["psnr"] = 20.0 + 4 * row["victim"] - 5 * (row["defense"] == "top-k") + 3 * row["adaptive"]
+    table = attack_table(read(made.write()))
+    undefended, plain, adaptive = (
+        [(cell.text, cell.note) for cell in cells]
+        for cells in zip(
+            *(column(table, title)[1:] for title in ("PSNR dB", "vs. undefended", "vs. plain")), strict=True
+        )
+    )
+    assert undefended == [("34.0", "24.0 … 44.0"), ("–", ""), ("–", "")]
+    assert plain == [("29.0", "19.0 … 39.0"), ("−5.0", "−5.0 … −5.0"), ("–", "")]
+    assert adaptive == [("32.0", "22.0 … 42.0"), ("−2.0", "−2.0 … −2.0"), ("+3.0", "+3.0 … +3.0".replace("+", ""))]
+
+
+def test_the_ranking_goes_no_further_than_the_victims_tell(make_audit):
+    made = make_audit(
+        defenses=[("none", {}, 0.0), *((name, {}, 0.5) for name in ("top-k", "laplace-noise", "gaussian-noise"))],
+        attacks=[("idlg", {}, 0.02)],
+        victims=8,
+    )
+    levels = {"none": 40, "top-k": 30, "laplace-noise": 9, "gaussian-noise": 9}
+    for row in made.rows():
+        wobble = (-1) ** row["victim"] * (row["defense"] == "laplace-noise")
+        row["psnr"] = levels[row["defense"]] + row["victim"] + wobble
+    table = ranking(read(made.write()))
+    assert {cell.text for cell in column(table, "Defense")[:2]} == {"laplace-noise", "gaussian-noise"}
+    assert [cell.text for cell in column(table, "Rank")] == ["1–2", "1–2", "3"]
 
 
 def test_what_is_null_is_shown_as_missing_and_sorts_last(make_audit):

@@ -72,7 +72,7 @@ def documentation() -> str:
         "An audit that proves nothing looks just like one that proves a defense: all its images are grey. These checks "
         "tell the two apart as far as the rows themselves can. A report shows the flags that are raised above its "
         "verdict; `gradveil audit` prints them and, with `--json`, lists them by name.",
-        *(f"- [{flag.name}](#{flag.name}): {flag.title.lower()}" for flag in FLAGS),
+        *(f"- [{flag.name}](#{flag.name}): {flag.title}" for flag in FLAGS),
     ]
     for flag in FLAGS:
         parts += [
@@ -91,8 +91,8 @@ FAILS_UNDEFENDED = Flag(
     "attack-fails-undefended",
     "The attack does not recover undefended data",
     "an attack recovers fewer than half of the victims without a defense, or there is no finished undefended run.",
-    "A defense that stops an attack which does not work has stopped nothing. Most published failures of attacks are "
-    "failures to run them: too few iterations, a network with dead units, a batch too large.",
+    "A defense that stops an attack which does not work has stopped nothing. Attacks fail for many reasons that are no "
+    "defense: too few iterations, a network with dead units, a large batch.",
     "Give the attack more iterations (`--budget standard`), restarts, or another optimiser; or audit a model and batch "
     "size on which it works. Until then read only the other attacks.",
 )

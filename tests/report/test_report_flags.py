@@ -1,0 +1,240 @@
+"""Every flag is raised by an evaluation that deserves it, and none by those that do not."""
+
+from pathlib import Path
+
+import pytest
+
+from gradveil.report.flags import FLAGS, documentation, raised
+from gradveil.report.read import read
+
+NONE = ("none", {}, 0.0)
+NOISE = ("gaussian-noise", {"std": 0.1}, 0.9)
+TOP_K = ("top-k", {"keep": 0.2}, 0.05)
+IDLG = ("idlg", {"iterations": 100, "restarts": 3}, 0.02)
+
+
+@pytest.fixture
+def good(make_audit):
+    """An audit with every figure a flag looks at, and nothing to object to: plain and adaptive, eight victims."""
+    made = make_audit(defenses=[NONE, NOISE, TOP_K], attacks=[IDLG], victims=8)
+    blind = {row["victim"]: row for row in made.results if row["attack"] == "blind-guess"}
+    for row in made.rows():
+        row["power"] = 0.0 if row["defense"] == "none" else 0.4
+        row["lpips"] = (0.3 if row["leaked"] else 0.9) * blind[row["victim"]]["lpips"]
+        row.update(loss=0.1, loss_late=0.105, loss_start=5.0, loss_restarts=[0.1, 0.2, 0.12])
+    made.results += [
+        {**row, "adaptive": True, "psnr": row["psnr"] + 1} for row in made.rows() if row["defense"] != "none"
+    ]
+    made.config["adapted"] = [[spec, made.config["attacks"][0]] for spec in made.config["defenses"][1:]]
+    return made
+
+
+def names(made):
+    return [found.flag.name for found in raised(read(made.write()))]
+
+
+def text_of(made, name):
+    (found,) = [found.text for found in raised(read(made.write())) if found.flag.name == name]
+    return found
+
+
+def test_a_good_evaluation_raises_none(good):
+    assert names(good) == []
+
+
+def test_plain_attackers_alone_raise_none(good):
+    good.results = [row for row in good.results if not row["adaptive"]]
+    good.config.update(adapted=[], adaptive=False)
+    assert names(good) == []
+
+
+def test_a_good_audit_of_before_the_flags_raises_none(good):
+    """Older rows have no power and no losses but the last."""
+    for row in good.results:
+        for key in ("power", "loss_late", "loss_start", "loss_restarts"):
+            row.pop(key, None)
+    good.results = [row for row in good.results if not row["adaptive"]]
+    del good.config["adapted"]
+    assert names(good) == []
+
+
+def test_an_audit_that_only_began_raises_none(good):
+    good.results.clear()
+    good.utility.clear()
+    assert names(good) == []
+
+
+# -- attack-fails-undefended -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("leaks", "words"), [(0, "No attack recovers undefended data here"), (3, "undefended it recovers only 3 of 8")]
+)
+def test_an_attack_that_fails_undefended(good, leaks, words):
+    for row in good.rows("none"):
+        row.update(leaked=row["victim"] < leaks, lpips=0.0 if row["victim"] < leaks else 0.9)
+    assert names(good) == ["attack-fails-undefended"]
+    assert words in text_of(good, "attack-fails-undefended")
+
+
+def test_no_undefended_run_at_all(good):
+    good.results = [row for row in good.results if row["defense"] != "none"]
+    assert "attack-fails-undefended" in names(good)
+
+
+# -- not-converged ---------------------------------------------------------------------------------------------------
+
+
+def test_a_loss_that_was_still_falling(good):
+    for row in good.rows("gaussian-noise"):
+        row["loss_late"] = 0.5  # a twelfth of the way from 5 to .1 in the last tenth
+    assert names(good) == ["not-converged"]
+    assert text_of(good, "not-converged").endswith(
+        "`idlg` under `gaussian-noise:std=0.1` and `idlg (adaptive)` under `gaussian-noise:std=0.1`."
+    )
+
+
+def test_a_loss_that_reached_zero_had_converged(good):
+    """A thousandfold less in the last tenth is still nothing of the whole way."""
+    for row in good.rows("none"):
+        row.update(loss=1e-9, loss_late=1e-6, loss_restarts=[1e-9, 1e-6, 1e-8])
+    assert names(good) == []
+
+
+def test_one_slow_victim_raises_nothing(good):
+    good.rows("gaussian-noise")[0]["loss_late"] = 0.5
+    assert names(good) == []
+
+
+# -- restarts-disagree -----------------------------------------------------------------------------------------------
+
+
+def test_restarts_that_end_at_different_losses(good):
+    for row in good.rows("top-k"):
+        row["loss_restarts"] = [0.1, 1.1, 1.3]
+    assert names(good) == ["restarts-disagree"]
+    assert "`top-k:keep=0.2`" in text_of(good, "restarts-disagree")
+
+
+def test_one_bad_restart_of_three_raises_nothing(good):
+    for row in good.rows("top-k"):
+        row["loss_restarts"] = [0.1, 0.11, 4.0]
+    assert names(good) == []
+
+
+def test_a_single_start_cannot_disagree(good):
+    for row in good.rows():
+        row["loss_restarts"] = [row["loss"]]
+    assert names(good) == []
+
+
+# -- stronger-does-worse ---------------------------------------------------------------------------------------------
+
+
+def test_an_adaptive_attacker_that_does_worse(good):
+    for row in good.rows("top-k"):
+        row["psnr"] -= 4 * row["adaptive"] + 0.1 * row["victim"] * row["adaptive"]
+    assert names(good) == ["stronger-does-worse"]
+    assert "Against `top-k:keep=0.2`, `idlg (adaptive)` is 3." in text_of(good, "stronger-does-worse")
+
+
+def test_worse_by_chance_or_by_a_hair_raises_nothing(good):
+    for row in good.rows("top-k"):
+        row["psnr"] -= row["adaptive"] * (1 + 6 * (-1) ** row["victim"])  # some far up, some far down
+    for row in good.rows("gaussian-noise"):
+        row["psnr"] -= 1.2 * row["adaptive"]
+    assert names(good) == []
+
+
+def test_an_attack_that_does_better_under_a_defense_than_without(good):
+    for row in good.rows("top-k"):
+        row["psnr"] += 20
+    assert names(good) == ["stronger-does-worse"]
+    assert "`idlg` recovers more under `top-k:keep=0.2` than undefended" in text_of(good, "stronger-does-worse")
+
+
+# -- defense-changed-nothing -----------------------------------------------------------------------------------------
+
+
+def test_a_defense_that_changes_nothing(good):
+    for row in good.rows("top-k"):
+        row["power"] = 1e-14
+    assert names(good) == ["defense-changed-nothing"]
+    assert text_of(good, "defense-changed-nothing") == "`top-k:keep=0.2` left the updates as they were."
+
+
+def test_a_defense_that_acts_on_some_victims_or_changes_the_model_raises_nothing(good):
+    for row in good.rows("top-k"):
+        row["power"] = 0.4 * (row["victim"] == 3)
+    for row in good.rows("gaussian-noise"):
+        row["power"] = None
+    assert names(good) == []
+
+
+# -- metrics-disagree ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("defense", "share"),
+    [("none", 1.1), ("gaussian-noise", 0.4)],  # leaked but far, not leaked but near
+)
+def test_metrics_that_disagree(good, defense, share):
+    blind = {row["victim"]: row for row in good.results if row["attack"] == "blind-guess"}
+    for row in good.rows(defense)[:2]:
+        row["lpips"] = share * blind[row["victim"]]["lpips"]
+    assert names(good) == ["metrics-disagree"]
+
+
+def test_one_victim_of_eight_or_no_lpips_raises_nothing(good):
+    good.rows("gaussian-noise")[0]["lpips"] = 0.0
+    assert names(good) == []
+    for row in good.results:
+        row["lpips"] = None
+    assert names(good) == []
+
+
+# -- few-victims -----------------------------------------------------------------------------------------------------
+
+
+def test_too_few_victims(make_audit):
+    made = make_audit(defenses=[NONE, NOISE], attacks=[IDLG], victims=5)
+    assert "few-victims" in names(made)
+    assert "None of 5 recovered still allows that 45 % are" in text_of(made, "few-victims")
+
+
+def test_victims_that_are_not_finished_do_not_count(good):
+    good.results = [row for row in good.results if row["defense"] != "top-k" or row["victim"] < 3]
+    assert names(good) == ["few-victims"]
+
+
+# -- training-too-short ----------------------------------------------------------------------------------------------
+
+
+def test_a_model_near_chance(good):
+    for row in good.utility:
+        row.update(pmm=None, baseline_accuracy=0.12)
+    assert names(good) == ["training-too-short"]
+    assert "near chance (12 % accuracy)" in text_of(good, "training-too-short")
+
+
+def test_a_model_that_was_still_learning(good):
+    good.utility[1]["history"] = [0.1 * step for step in range(10)]
+    assert names(good) == ["training-too-short"]
+    assert "under `gaussian-noise:std=0.1` were still learning: up to 20 points" in text_of(good, "training-too-short")
+
+
+def test_a_few_evaluations_or_none_tell_nothing(good):
+    good.utility[1]["history"] = [0.1, 0.9]
+    good.utility[2].pop("history")
+    assert names(good) == []
+
+
+# -- the documentation -----------------------------------------------------------------------------------------------
+
+
+def test_the_documentation_is_the_page_in_docs():
+    page = Path(__file__).parents[2] / "docs" / "flags.md"
+    assert page.read_text() == documentation(), "write it again: documentation() > docs/flags.md"
+    for flag in FLAGS:
+        assert f"\n## {flag.name}\n" in page.read_text()
+        assert f"(#{flag.name})" in page.read_text()
