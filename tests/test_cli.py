@@ -52,6 +52,18 @@ def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_audit_says_which_attackers_and_which_flags(gradveil_command, tmp_path):
+    words = [*QUICK_AUDIT, "--plain", "--match", "power", "--aggregated", 2, "--json", "--out", tmp_path / "out"]
+    code, out, err = gradveil_command(*words)
+    assert code == 0
+    assert "few-victims" in json.loads(out)["flags"]
+    assert "Flag few-victims: Only 2 victims" in err
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["adaptive"], config["match"], config["aggregated"]) == (False, "power=0.5", 2)
+    assert "--plain" in config["command"]
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
 def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
     words = "audit --model mlp --defense none --attack idlg --attack dlg:iterations=2 --budget quick".split()
     code, _, _ = gradveil_command(*words, *"--victims 1 --rounds 1 --clients 2 --out".split(), tmp_path / "out")
