@@ -331,10 +331,10 @@ class _Run:
     def answer(self, loss: float, gradient: Tensor) -> None:
         if math.isinf(self.first_loss):
             self.first_loss = loss
-        if loss < self.best_loss:
-            self.best, self.best_loss = self.wanted, loss  # type: ignore[assignment]
         if self.late_loss is None and self.steps >= self._late:
             self.late_loss = self.best_loss
+        if loss < self.best_loss:
+            self.best, self.best_loss = self.wanted, loss  # type: ignore[assignment]
         try:
             self.wanted = self._search.send((loss, gradient))
         except StopIteration:

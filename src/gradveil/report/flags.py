@@ -9,15 +9,17 @@ from dataclasses import dataclass
 
 from gradveil.audit.statistics import possible_share
 from gradveil.report.read import UNDEFENDED, Attempt, Audit
-from gradveil.report.scores import gain_over_plain, loss_to_defense, score
+from gradveil.report.scores import gain_over_plain, loss_to_defense, score, strongest
 from gradveil.report.text import join, percent, plural
 
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
-STILL_FALLING = 0.01  # of all the descent; a search that falls evenly to the end makes a tenth of it in the last tenth
-RESTARTS_APART = 0.05  # of all the descent
+# Shares of all the descent of a loss, from start to end. On MNIST and LeNet, searches with steps enough made less than
+# .0005 of it in the last tenth, the same ones cut off at 40 steps .001 to .004; restarts ended within .0006.
+STILL_FALLING = 0.001
+RESTARTS_APART = 0.01
+ENOUGH = 0.25  # of the victims: fewer raise nothing
 LEAST_HARM = 0.5  # dB that a stronger attacker must lose before it is called worse
 NOTHING = 1e-9  # of the gradient's power: rounding
-DISAGREEING = 0.25  # of the victims
 LPIPS_CLOSE = 0.5  # of the blind guess's distance: what looks so much nearer was not guessed
 STILL_LEARNING = 0.02  # accuracy gained in the last fifth of a training
 NAMED = 4  # more than this are only counted in a sentence
@@ -99,9 +101,10 @@ FAILS_UNDEFENDED = Flag(
 NOT_CONVERGED = Flag(
     "not-converged",
     "The matching loss was still falling",
-    "for at least half of the victims of an attack under a defense, more than 1 % of all the descent of the attacker's "
-    "loss came in the last tenth of its steps.",
-    "The search was cut off, not finished. Defenses often do no more than slow the search down, and a fixed number of "
+    "the strongest attack under a defense fails to recover at least a quarter of the victims while more than 0.1 % of "
+    "all the descent of its loss came in the last tenth of its steps. Where the step size decays (Adam), every loss "
+    "flattens at the end and the flag sees less.",
+    "The search was cut off, not finished. A defense may do no more than slow it down, and a fixed number of "
     "iterations then passes for protection.",
     "More iterations for this attack (`--attack NAME:iterations=...`), until the flag is gone or the reconstruction no "
     "longer changes.",
@@ -109,8 +112,9 @@ NOT_CONVERGED = Flag(
 RESTARTS_DISAGREE = Flag(
     "restarts-disagree",
     "Restarts end at different losses",
-    "for at least half of the victims of an attack with restarts, the typical restart stays above the best one by more "
-    "than 5 % of all the descent. With `restarts=1` there is nothing to compare and the flag cannot be raised.",
+    "the strongest attack under a defense fails to recover at least a quarter of the victims while its typical restart "
+    "stays above its best one by more than 1 % of all the descent. With `restarts=1` there is nothing to compare and "
+    "the flag cannot be raised.",
     "Where the end depends on the start, the best of a few tries is a matter of luck, and an attacker with more time "
     "has more of it.",
     "More restarts (`--attack NAME:restarts=...`), until the best loss is found more than once.",
@@ -194,7 +198,7 @@ def _fails_undefended(audit: Audit) -> Iterator[str]:
 
 
 def _not_converged(audit: Audit) -> Iterator[str]:
-    falling = [pair for pair, rows in _pairs(audit) if _mostly(rows, _is_falling)]
+    falling = [pair for pair, rows in _decisive(audit) if _often(rows, _is_falling)]
     if falling:
         yield f"The loss was still falling when the iterations ran out: {_list(audit, falling)}."
 
@@ -202,11 +206,11 @@ def _not_converged(audit: Audit) -> Iterator[str]:
 def _is_falling(row: Attempt) -> bool | None:
     if row.loss is None or row.loss_start is None or row.loss_late is None:
         return None
-    return row.loss_late - row.loss > STILL_FALLING * (row.loss_start - row.loss)
+    return not row.leaked and row.loss_late - row.loss > STILL_FALLING * (row.loss_start - row.loss)
 
 
 def _restarts_disagree(audit: Audit) -> Iterator[str]:
-    apart = [pair for pair, rows in _pairs(audit) if _mostly(rows, _are_apart)]
+    apart = [pair for pair, rows in _decisive(audit) if _often(rows, _are_apart)]
     if apart:
         yield f"Restarts end at different losses, so more of them may find more: {_list(audit, apart)}."
 
@@ -215,7 +219,7 @@ def _are_apart(row: Attempt) -> bool | None:
     if row.loss_start is None or len(row.loss_restarts) < 2:
         return None
     best, *_ = ordered = sorted(row.loss_restarts)
-    return ordered[len(ordered) // 2] - best > RESTARTS_APART * (row.loss_start - best)
+    return not row.leaked and ordered[len(ordered) // 2] - best > RESTARTS_APART * (row.loss_start - best)
 
 
 def _stronger_does_worse(audit: Audit) -> Iterator[str]:
@@ -255,7 +259,7 @@ def _metrics_disagree(audit: Audit) -> Iterator[str]:
             return None
         return row.lpips > guess if row.leaked else row.lpips < LPIPS_CLOSE * guess
 
-    pairs = [pair for pair, rows in _pairs(audit) if _mostly(rows, disagrees, DISAGREEING)]
+    pairs = [pair for pair, rows in _pairs(audit) if _often(rows, disagrees)]
     if pairs:
         yield f"By pixels and by LPIPS the verdict is not the same: {_list(audit, pairs)}."
 
@@ -315,10 +319,16 @@ def _pairs(audit: Audit) -> list[tuple[tuple[str, str], list[Attempt]]]:
     return [(pair, rows) for pair in audit.expected if (rows := audit.of(*pair))]
 
 
-def _mostly(rows: Sequence[Attempt], check: Callable[[Attempt], bool | None], share: float = 0.5) -> bool:
-    """Whether the check holds for at least that share of the rows that it can judge."""
+def _decisive(audit: Audit) -> list[tuple[tuple[str, str], list[Attempt]]]:
+    """The pairs on which a verdict rests: each defense with its strongest attack."""
+    best = {(defense, found[0]) for defense in audit.defenses if (found := strongest(audit, defense))}
+    return [(pair, rows) for pair, rows in _pairs(audit) if pair in best]
+
+
+def _often(rows: Sequence[Attempt], check: Callable[[Attempt], bool | None]) -> bool:
+    """Whether the check holds for enough of the rows that it can judge."""
     judged = [found for row in rows if (found := check(row)) is not None]
-    return bool(judged) and sum(judged) >= share * len(judged)
+    return bool(judged) and sum(judged) >= ENOUGH * len(judged)
 
 
 def _list(audit: Audit, pairs: Sequence[tuple[str, str]]) -> str:
