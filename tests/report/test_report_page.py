@@ -191,7 +191,8 @@ def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
     made.results += [{**row, "adaptive": True} for row in made.rows("top-k", "idlg")]
     page = page_of(made)
     assert len(page.all("tr", **{"class": "adaptive"})) == 1
-    assert "top-k: keep=0.2, adaptive attacker" in page.text
+    assert re.search(r"top-k: keep=0.2 median .*? adaptive attacker median", page.text)
+    assert any(image["alt"].startswith("top-k:keep=0.2, adaptive attacker, victim 0") for image in page.all("img"))
     assert len(page.all("table", **{"class": "shots"})) == 2
 
 
@@ -218,7 +219,7 @@ def test_matched_defenses_are_shown_with_their_price(make_audit):
     rows[1]["reason"] = "top-k does not cost accuracy=0.95 at any strength"
     (folder / "match.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = Page(report.write(folder).read_text())
-    assert "keeps 95 % of the undefended accuracy (PMM), to within 1 points" in page.text
+    assert "keeps 95 % of the undefended accuracy (PMM), to within 1 %" in page.text
     assert "Left out: top-k does not cost accuracy=0.95 at any strength." in page.text
     assert "not complete" not in page.text
     labels = {attributes["data-label"] for _, attributes in page.tags if "data-label" in attributes}

@@ -75,8 +75,8 @@ def _shown(audit: Audit) -> range:
 def _strip(audit: Audit, defense: str, attack: str) -> Strip:
     rows = audit.of(defense, attack)
     knows = attack.endswith(ADAPTIVE)
-    name = f"{title(defense)}, adaptive attacker" if knows else title(defense)
-    shots = _shots(audit, name, rows)
+    name = "adaptive attacker" if knows else title(defense)  # it stands below the plain one
+    shots = _shots(audit, f"{title(defense)}, {name}" if knows else name, rows)
     if not rows:
         return Strip(name, "not attacked yet", shots, adaptive=knows)
     result = score(rows)

@@ -202,7 +202,7 @@ def price(kind: str, value: float) -> str:
 
 def tolerance(row: Matched) -> str:
     """How far from the price a defense may be."""
-    return f"{row.tolerance:.2g}" if row.kind == "power" else f"{100 * row.tolerance:.2g} points"
+    return f"{row.tolerance:.2g}" if row.kind == "power" else f"{100 * row.tolerance:.2g} %"
 
 
 def _utility_cells(row: Utility, base: Utility | None, with_privacy: bool, with_history: bool) -> Iterator[Cell]:
@@ -226,12 +226,14 @@ def _psnr(result: Score) -> Cell:
 def _difference(found: Interval | None) -> Cell:
     if found is None:
         return Cell(MISSING, None)
-    return Cell(f"{found.estimate:+.1f}".replace("-", "−"), found.estimate, _range(found))
+    rounded = round(found.estimate, 1)
+    return Cell(f"{rounded:+.1f}".replace("-", "−") if rounded else "0.0", found.estimate, _range(found))
 
 
 def _range(found: Interval) -> str:
     """The interval, if there were victims enough for one."""
-    return f"{found.low:.1f} … {found.high:.1f}".replace("-", "−") if found.known else ""
+    # Adding zero turns -0.0 into 0.0.
+    return f"{round(found.low, 1) + 0:.1f} … {round(found.high, 1) + 0:.1f}".replace("-", "−") if found.known else ""
 
 
 def _leaked(result: Score) -> Cell:
