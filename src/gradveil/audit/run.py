@@ -395,8 +395,10 @@ class _Bench:
         if found.interrupted:
             raise KeyboardInterrupt
         # A victim whose clients are seen one by one has an attack for each of them.
-        inputs, guesses = found.inputs.view(len(chunk), -1, *self.input_shape), found.labels.view(len(chunk), -1)
-        losses, steps = found.loss.view(len(chunk), -1), found.iterations.view(len(chunk), -1)
+        inputs = found.inputs.reshape(len(chunk), -1, *self.input_shape)
+        guesses, losses, steps = (
+            tensor.reshape(len(chunk), -1) for tensor in (found.labels, found.loss, found.iterations)
+        )
         self.results.append(
             self._row(
                 stage.defense,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from gradveil.audit.statistics import possible_share
 from gradveil.report.read import UNDEFENDED, Attempt, Audit
-from gradveil.report.scores import gain_over_plain, loss_to_defense, score, strongest
+from gradveil.report.scores import gain_over_plain, gain_over_undefended, score, strongest
 from gradveil.report.text import join, percent, plural
 
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
@@ -234,7 +234,7 @@ def _stronger_does_worse(audit: Audit) -> Iterator[str]:
         better = [
             defense
             for defense in audit.real_defenses
-            if (gain := loss_to_defense(audit, defense, method)) and gain.low > 0 and gain.estimate >= LEAST_HARM
+            if (gain := gain_over_undefended(audit, defense, method)) and gain.low > 0 and gain.estimate >= LEAST_HARM
         ]
         if better:
             yield (

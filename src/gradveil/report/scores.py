@@ -75,7 +75,7 @@ def gain_over_plain(audit: Audit, defense: str, attack: str) -> Interval | None:
     return paired_difference(psnr_of(audit.of(defense, attack)), psnr_of(audit.of(defense, plain)))
 
 
-def loss_to_defense(audit: Audit, defense: str, attack: str) -> Interval | None:
+def gain_over_undefended(audit: Audit, defense: str, attack: str) -> Interval | None:
     """PSNR that an attack has more under a defense than without one, paired by victim; None without such rows."""
     return paired_difference(psnr_of(audit.of(defense, attack)), psnr_of(audit.without_defense(attack)))
 

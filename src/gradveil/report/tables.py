@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from gradveil.audit.statistics import Interval, rank
 from gradveil.report.read import BLIND_GUESS, UNDEFENDED, Audit, Matched, Utility
-from gradveil.report.scores import Score, gain_over_plain, loss_to_defense, psnr_of, score, scores, strongest
+from gradveil.report.scores import Score, gain_over_plain, gain_over_undefended, psnr_of, score, scores, strongest
 from gradveil.report.text import percent, ratio, seconds, size
 
 MISSING = "–"
@@ -106,7 +106,7 @@ def attack_table(audit: Audit) -> Table:
             Cell(audit.short(attack), attack),
             _leaked(result) if attack != BLIND_GUESS else Cell(MISSING, None),
             _psnr(result),
-            _difference(None if defense in (MISSING, UNDEFENDED) else loss_to_defense(audit, defense, attack)),
+            _difference(None if defense in (MISSING, UNDEFENDED) else gain_over_undefended(audit, defense, attack)),
             *([_difference(gain_over_plain(audit, defense, attack))] if with_adaptive else []),
             _decimal(result.ssim, 2),
             _decimal(result.lpips, 3),
