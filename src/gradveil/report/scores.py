@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean, median
 
 from gradveil.audit.statistics import Interval, median_interval, paired_difference
@@ -22,7 +23,7 @@ class Score:
     victims: int
     leaked: int
     psnr: float
-    psnr_interval: Interval
+    psnrs: tuple[float, ...]
     ssim: float
     lpips: float | None
     noise_ratio: float | None
@@ -31,15 +32,20 @@ class Score:
     mse: float | None
     bound_mse: float | None
 
+    @cached_property
+    def psnr_interval(self) -> Interval:
+        """That of the median PSNR."""
+        return median_interval(self.psnrs)
+
 
 def score(rows: Sequence[Attempt]) -> Score:
     """Sum up at least one row. A metric that no row has is None; nulls do not count towards a median."""
-    psnr = [row.psnr for row in rows]
+    psnrs = tuple(row.psnr for row in rows)
     return Score(
         victims=len(rows),
         leaked=sum(row.leaked for row in rows),
-        psnr=median(psnr),
-        psnr_interval=median_interval(psnr),
+        psnr=median(psnrs),
+        psnrs=psnrs,
         ssim=median(row.ssim for row in rows),
         lpips=_median(row.lpips for row in rows),
         noise_ratio=_median(row.noise_ratio for row in rows),
