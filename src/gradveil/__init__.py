@@ -12,7 +12,7 @@ from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbat
 from gradveil.defenses import create as defense
 from gradveil.inspection import inspect
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update
+from gradveil.update import LocalSteps, Rounds, Update
 
 if TYPE_CHECKING:
     from gradveil.federation import flower as flower
@@ -27,6 +27,7 @@ __all__ = [
     "LocalSteps",
     "Perturbation",
     "Reconstruction",
+    "Rounds",
     "StepDefense",
     "Task",
     "ThreatModel",

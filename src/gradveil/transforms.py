@@ -94,6 +94,75 @@ def apply_policy(text: str, images: Tensor) -> Tensor:
     return torch.stack([_to_tensor(_transformed(_to_picture(image), parts), image) for image in images])
 
 
+def undo_policy(text: str, images: Tensor) -> Tensor:
+    """What the images were before a policy, as far as it left that in them; the arguments are those of `apply_policy`.
+
+    What moves, scales or mirrors is reversed. What was moved out of the image stays grey, what was clipped stays so,
+    posterised values stay where they are, and the transforms that go by the whole histogram (equalize, autocontrast)
+    and solarize, which folds it, are left alone.
+
+    >>> undo_policy("flip>invert", torch.tensor([[[[0.0, 1.0]]]])).tolist()
+    [[[[0.0, 1.0]]]]
+    """
+    for part in reversed(parse_policy(text)):
+        name, _, amount = part.partition("@")
+        images = _UNDO[name](images, float(amount or 0)) if name in _UNDO else images
+    return images
+
+
+def _by_picture(undo: Callable[[Picture, float], Picture]) -> Callable[[Tensor, float], Tensor]:
+    return lambda images, amount: torch.stack([_to_tensor(undo(_to_picture(i), amount), i) for i in images])
+
+
+def _away_from(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor, float], Tensor]:
+    """Undo ``base + amount * (image - base)`` for a base that the blending leaves as it was."""
+    return lambda images, amount: base(images) + (images - base(images)) / amount
+
+
+def _grey(images: Tensor) -> Tensor:
+    """Pillow's brightness: of a colour image, a weighted mean of the channels."""
+    if images.shape[1] == 1:
+        return images
+    weights = torch.tensor([0.299, 0.587, 0.114], dtype=images.dtype, device=images.device)
+    return (images * weights.view(1, 3, 1, 1)).sum(1, keepdim=True).expand_as(images)
+
+
+def _mean_grey(images: Tensor) -> Tensor:
+    return _grey(images).mean(dim=(1, 2, 3), keepdim=True).expand_as(images)
+
+
+def _unsharpen(images: Tensor, amount: float) -> Tensor:
+    """Solve ``smooth(x) + amount * (x - smooth(x)) = images`` for x; Pillow smooths all but the outermost pixels."""
+    kernel = torch.ones(3, 3, dtype=images.dtype, device=images.device)
+    kernel[1, 1] = 5
+    kernel = (kernel / 13)[None, None]
+    found = images
+    # The response to a frequency lies between the amount and 1, so this contracts.
+    step = 2 / (1 + amount)
+    for _ in range(_UNDO_STEPS):
+        smooth = found.clone()
+        inner = torch.nn.functional.conv2d(found.flatten(0, 1)[:, None], kernel)
+        smooth[..., 1:-1, 1:-1] = inner.view(*images.shape[:2], *inner.shape[2:])
+        found = found - step * (smooth + amount * (found - smooth) - images)
+    return found
+
+
+_UNDO_STEPS = 100
+_UNDO: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "shear-x": _by_picture(lambda p, a: _affine(p, (1, -a, 0, 0, 1, 0))),
+    "shear-y": _by_picture(lambda p, a: _affine(p, (1, 0, 0, -a, 1, 0))),
+    "translate-x": _by_picture(lambda p, a: _affine(p, (1, 0, -round(a * p.width), 0, 1, 0))),
+    "translate-y": _by_picture(lambda p, a: _affine(p, (1, 0, 0, 0, 1, -round(a * p.height)))),
+    "rotate": _by_picture(lambda p, a: _rotate(p, -a)),
+    "contrast": _away_from(_mean_grey),
+    "brightness": _away_from(torch.zeros_like),
+    "saturation": _away_from(_grey),
+    "sharpness": _unsharpen,
+    "invert": lambda images, _: 1 - images,
+    "flip": lambda images, _: images.flip(-1),
+}
+
+
 def _transformed(picture: Picture, parts: Sequence[str]) -> Picture:
     for part in parts:
         name, _, amount = part.partition("@")

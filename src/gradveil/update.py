@@ -1,7 +1,7 @@
 """What leaves a client: an update, and how it came about."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -146,6 +146,28 @@ class Update(dict[str, Tensor]):
     def __init__(self, values: Mapping[str, Tensor], meta: Meta | None = None) -> None:
         super().__init__(values)
         self.meta = meta or Meta()
+
+
+class Rounds(tuple[tuple[Task, Update], ...]):
+    """Several observed rounds of one victim on the same data, the first one first.
+
+    Args:
+        seen: each round's task, at the weights the victim was sent, and the update it shared.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> task = Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> update = compute_update(task, torch.rand(1, 1, 2, 2), torch.tensor([1]))
+        >>> len(Rounds([(task, update), (task, update)]))
+        2
+    """
+
+    def __new__(cls, seen: Iterable[tuple[Task, Update]]) -> "Rounds":
+        """At least one round."""
+        rounds = super().__new__(cls, seen)
+        if not rounds:
+            raise InputError("Rounds: expected at least one observed round, got none")
+        return rounds
 
 
 def compute_update(

@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.adaptive import Form, find_form
+from gradveil.attacks.adaptive import find_knowledge
 from gradveil.attacks.engine import Course, Progress, Solution
 from gradveil.attacks.labels import infer_labels
 from gradveil.defenses import Defense
+from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError, ParameterError, ThreatModelError
 from gradveil.randomness import fresh_generator
 from gradveil.registry import Method, Registry
-from gradveil.task import Task
-from gradveil.update import LocalSteps, Update
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps, Rounds, Update
 
 ATTACKS: Registry["Attack"] = Registry("attack")
 
@@ -31,13 +32,14 @@ class ThreatModel:
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: they are given in `known_labels`.
         batch_size: images behind each update.
         adaptive: the attacker knows which defense is used and with which parameters, but not its random draws; the name
-            of a form (see `gradveil.attacks.adaptive`) asks for that one in place of the strongest.
+            of a form (see `Defense.adapt`) asks for that one in place of the strongest.
         defense: the defense in use.
         local: the clients' local steps (FedAvg); None: each update is a single gradient.
         server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
         known_labels: ``[victims, batch_size]``, only with ``labels="known"``.
         statistics: batch-norm buffers after the victims' step, ``[victims, ...]`` by name, if the attacker sees them
             (they travel in ``update.meta.buffers``); None: it does not.
+        rounds: how many rounds of each victim, on the same data, the attacker saw (see `gradveil.Rounds`).
 
     Example:
         >>> ThreatModel(labels="known", known_labels=torch.tensor([[7], [2]])).batch_size
@@ -52,11 +54,13 @@ class ThreatModel:
     server: str = "passive"
     known_labels: Tensor | None = None
     statistics: dict[str, Tensor] | None = None
+    rounds: int = 1
 
     def __post_init__(self) -> None:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
         checks.choice("ThreatModel", "server", self.server, ["passive", "active"])
         checks.integer("ThreatModel", "batch_size", self.batch_size, low=1)
+        checks.integer("ThreatModel", "rounds", self.rounds, low=1)
         if not isinstance(self.adaptive, str):
             checks.flag("ThreatModel", "adaptive", self.adaptive)
         if (self.labels == "known") != (self.known_labels is not None):
@@ -130,6 +134,7 @@ class Attack(Method, ABC):
 
     factory = "gradveil.attack"
     server: ClassVar[str] = "passive"  # "active": the attack changes the model, see `modify`
+    adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense, see `Targets`
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself and is given zeros
 
     def modify(
@@ -151,7 +156,7 @@ class Attack(Method, ABC):
     def reconstruct(
         self,
         task: Task,
-        updates: Mapping[str, Tensor] | Sequence[Update],
+        updates: Mapping[str, Tensor] | Rounds | Sequence[Update] | Sequence[Rounds],
         threat: ThreatModel,
         *,
         generator: torch.Generator | None = None,
@@ -161,8 +166,8 @@ class Attack(Method, ABC):
         """Attack one update, or a list of independent victims together.
 
         Args:
-            task: the model at the weights the victims saw.
-            updates: what the server saw.
+            task: the model at the weights the victims saw, in the first round if there are several.
+            updates: what the server saw of each victim: an update, or several rounds of it.
             threat: what the attacker may know and use.
             generator: the attacker's randomness (starting points); default: fresh entropy.
             progress: called with (steps done, steps in all, seconds left).
@@ -170,15 +175,15 @@ class Attack(Method, ABC):
                 found by timing.
         """
         started = time.perf_counter()
-        victims = [Update(updates)] if isinstance(updates, Mapping) and not isinstance(updates, Update) else updates
-        victims = [victims] if isinstance(victims, Update) else list(victims)
-        for update in victims:
-            _check_update(self.name, task, update, threat)
-        if not victims:
-            raise InputError(f"{self.name}: expected at least one update, got none")
+        rounds = _by_round(self.name, task, updates, threat)
+        for stage, seen in rounds:
+            for update in seen:
+                _check_update(self.name, stage, update, threat)
         self.check_threat(task, threat)
+        knowledge = find_knowledge(self.name, threat.defense, threat.adaptive, task, threat.batch_size, threat.local)
         # What secure aggregation shows is a sum; of m batches, it is m times the gradient of all their images.
-        victims = [_mean_of(update) for update in victims]
+        rounds = [(stage, [_mean_of(update) for update in seen]) for stage, seen in rounds]
+        victims = rounds[0][1]
         ambiguous = torch.zeros(len(victims), dtype=torch.bool)
         if self.finds_labels and threat.known_labels is None:
             labels = torch.zeros(len(victims), threat.batch_size, dtype=torch.long, device=task.device)
@@ -198,16 +203,20 @@ class Attack(Method, ABC):
                     f"{self.name}: known_labels must lie in 0 to {task.classes - 1}, got {int(labels.min())} to "
                     f"{int(labels.max())}"
                 )
-        stacked = {name: torch.stack([update[name] for update in victims]) for name in task.parameters}
         generator = generator or fresh_generator(task.device)
-        form = find_form(self.name, threat.defense, threat.adaptive) or Form()
-        if form.before:
-            stacked = form.before(task, stacked, threat.defense, generator)  # type: ignore[arg-type]  # it has a form
-        found = self.run(task, stacked, labels, threat, generator, progress, execution)
+        stacked = [
+            (stage, {name: torch.stack([update[name] for update in seen]) for name in task.parameters})
+            for stage, seen in rounds
+        ]
+        if knowledge and knowledge.before:
+            stacked = [(stage, knowledge.before(stage, seen, generator)) for stage, seen in stacked]
+        targets = Targets(stacked, knowledge if knowledge and knowledge.changes_matching else None)
+        if targets.knowledge and targets.knowledge.draw:
+            execution = "loop"  # a defense's own code cannot be vmapped
+        found = self.run(task, targets, labels, threat, generator, progress, execution)
         inputs = found.inputs.to(task.dtype)
-        if form.after:
-            images = form.after(inputs.flatten(0, 1), threat.defense)  # type: ignore[arg-type]
-            inputs = images.view_as(inputs)
+        if knowledge and knowledge.after:
+            inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
         return Reconstruction(
             inputs=inputs,
             labels=found.labels,
@@ -225,7 +234,7 @@ class Attack(Method, ABC):
     def run(
         self,
         task: Task,
-        targets: dict[str, Tensor],
+        targets: "Targets",
         labels: Tensor,
         threat: ThreatModel,
         generator: torch.Generator,
@@ -236,7 +245,8 @@ class Attack(Method, ABC):
 
         Args:
             task: the model at the weights the victims saw.
-            targets: the updates, ``[victims, *parameter shape]`` by name.
+            targets: the updates, ``[victims, *parameter shape]`` by name; with the further rounds and the knowledge of
+                the defense, if there are any, which `matching.match` makes use of.
             labels: ``[victims, images]``.
             threat: what the attacker may know and use.
             generator: the attacker's randomness.
@@ -246,11 +256,11 @@ class Attack(Method, ABC):
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what this attack cannot do or needs but is not granted."""
-        form = find_form(self.name, threat.defense, threat.adaptive)
-        if form and form.single_gradient and threat.local:
+        if not self.adapts and (threat.adaptive or threat.rounds > 1):
             raise ThreatModelError(
-                f"{self.name}: the adaptive form {threat.adaptive!r} supposes updates of a single gradient, "
-                f"got local steps {threat.local}; use another form or ThreatModel(local=None)"
+                f"{self.name}: uses neither knowledge of the defense nor several rounds, got "
+                f"adaptive={threat.adaptive} and rounds={threat.rounds}; use ThreatModel(adaptive=False, rounds=1) "
+                "or a gradient-matching attack"
             )
         if self.server == "active" and threat.server != "active":
             raise ThreatModelError(
@@ -261,6 +271,62 @@ class Attack(Method, ABC):
                 f"{self.name}: the model has no linear classifier to infer labels from; "
                 "use ThreatModel(labels='known', known_labels=...)"
             )
+
+
+class Targets(dict[str, Tensor]):
+    """The updates to match, ``[victims, ...]`` by name, and what else an attacker may have.
+
+    As a dict it holds the first round, which is all that most attacks look at.
+
+    Args:
+        rounds: each round's task and its updates; the same victims in the same order.
+        knowledge: how candidates are judged by someone who knows the defense; None: by the plain attack.
+
+    Example:
+        >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
+        >>> list(Targets([(task, {"weight": torch.zeros(1, 2, 2)})]))
+        ['weight']
+    """
+
+    def __init__(self, rounds: Sequence[tuple[Task, Gradients]], knowledge: Knowledge | None = None) -> None:
+        super().__init__(rounds[0][1])
+        self.rounds, self.knowledge = list(rounds), knowledge
+
+
+def _by_round(
+    owner: str,
+    task: Task,
+    updates: Mapping[str, Tensor] | Rounds | Sequence[Update] | Sequence[Rounds],
+    threat: ThreatModel,
+) -> list[tuple[Task, list[Update]]]:
+    """Each round's task and its updates, one a victim."""
+    if isinstance(updates, Mapping):
+        updates = updates if isinstance(updates, Update) else Update(updates)
+    victims: list[Update | Rounds] = [updates] if isinstance(updates, Update | Rounds) else list(updates)
+    if not victims:
+        raise InputError(f"{owner}: expected at least one update, got none")
+    seen = [victim if isinstance(victim, Rounds) else Rounds([(task, victim)]) for victim in victims]
+    if any(len(rounds) != threat.rounds for rounds in seen):
+        raise ThreatModelError(
+            f"{owner}: the threat model says that {threat.rounds} rounds of each victim were seen, got "
+            f"{sorted({len(rounds) for rounds in seen})}; make them agree"
+        )
+    tasks = [task, *(stage for stage, _ in seen[0][1:])]
+    for rounds in seen:
+        for number, ((stage, _), expected) in enumerate(zip(rounds, tasks, strict=True)):
+            if not _same_weights(stage, expected):
+                raise InputError(
+                    f"{owner}: all victims must have been sent the same weights in round {number}, and in the first "
+                    "those of `task`; attack victims with other weights one by one"
+                )
+    return [(stage, [rounds[number][1] for rounds in seen]) for number, stage in enumerate(tasks)]
+
+
+def _same_weights(one: Task, other: Task) -> bool:
+    return one is other or (
+        one.parameters.keys() == other.parameters.keys()
+        and all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+    )
 
 
 def _mean_of(update: Update) -> Update:

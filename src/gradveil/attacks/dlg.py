@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import NOTHING, Search, audible, match, squared_distance
+from gradveil.attacks.matching import LEAST_PRIOR, NOTHING, Search, audible, match, squared_distance, squared_unit
 from gradveil.task import Task
 
 
@@ -47,6 +47,8 @@ class DLG(Attack):
 
     paper = "Zhu et al., NeurIPS 2019"
 
+    adapts = True
+
     iterations: int = 300
     restarts: int = 1
     mute: str = NOTHING
@@ -58,7 +60,7 @@ class DLG(Attack):
     def run(
         self,
         task: Task,
-        targets: dict[str, Tensor],
+        targets: Targets,
         labels: Tensor,
         threat: ThreatModel,
         generator: torch.Generator,
@@ -88,6 +90,8 @@ class DLG(Attack):
             start,
             search,
             distance=squared_distance,
+            unit=squared_unit,
+            least_prior=LEAST_PRIOR,
             local=threat.local,
             unpack=unpack,
             progress=progress,

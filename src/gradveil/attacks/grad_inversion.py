@@ -1,18 +1,21 @@
 """GradInversion: several seeds that agree with each other, image priors, and batch-norm statistics if granted."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
 from gradveil.attacks.engine import Objective, Progress, adam
 from gradveil.attacks.matching import (
     NOTHING,
+    Prior,
     audible,
     check_variation,
-    simulate,
+    comparison,
+    relative_unit,
     squared_distance,
     total_variation,
     victim_bytes,
@@ -63,6 +66,8 @@ class GradInversion(Attack):
 
     paper = "Yin et al., CVPR 2021"
 
+    adapts = True
+
     iterations: int = 1000
     lr: float = 0.02
     tv: float = 1e-2
@@ -89,7 +94,7 @@ class GradInversion(Attack):
     def run(
         self,
         task: Task,
-        targets: dict[str, Tensor],
+        targets: Targets,
         labels: Tensor,
         threat: ThreatModel,
         generator: torch.Generator,
@@ -99,40 +104,50 @@ class GradInversion(Attack):
         """Minimise the sum over the seeds, then choose the seed that matches best."""
         parameters, images = task.parameters, labels.shape[1]
         targets = audible(self.name, targets, self.mute)
+        updates = [seen for _, seen in targets.rounds]
         tiny = torch.finfo(task.dtype).tiny
 
-        def distance(inputs: Tensor, target: Gradients, label: Tensor) -> Tensor:
+        def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
             scale = torch.stack([value.square().sum() for value in target.values()]).sum().clamp_min(tiny)
-            return squared_distance(simulate(task, parameters, inputs, label, threat.local), target) / scale
+            return squared_distance(gradients, target) / scale
 
-        def one_seed(inputs: Tensor, target: Gradients, label: Tensor, granted: Gradients) -> Tensor:
-            loss = distance(inputs, target, label) + self.l2 * inputs.square().mean()
-            if self.tv:
-                loss = loss + self.tv * total_variation(inputs)
+        def prior(inputs: Tensor) -> Tensor:
+            return self.tv * total_variation(inputs) + self.l2 * inputs.square().mean()
+
+        def compared(images_prior: Prior | None) -> Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]:
+            stages = [seen for seen, _ in targets.rounds]
+            return comparison(
+                stages, targets, distance=relative_distance, unit=relative_unit, prior=images_prior, local=threat.local
+            )
+
+        with_prior, bare = compared(prior), compared(None)
+
+        def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
+            loss = with_prior(inputs, target, label)
             if granted and self.statistics:
                 scale = torch.stack([value.square().sum() for value in granted.values()]).sum().clamp_min(tiny)
                 loss = loss + self.statistics * squared_distance(task.statistics(parameters, inputs), granted) / scale
             return loss
 
-        def cost(candidate: Tensor, target: Gradients, label: Tensor, granted: Gradients) -> Tensor:
+        def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
             losses = torch.stack([one_seed(seed, target, label, granted) for seed in candidate])
             return losses.mean() + self.group * (candidate - candidate.mean(0)).square().mean()
 
         objective = Objective(
             cost,
-            targets,
+            updates,
             labels,
             threat.statistics or {},
             execution=execution,
             evaluations=self.iterations,
-            victim_bytes=self.seeds * victim_bytes(task, images, threat.local),
+            victim_bytes=len(updates) * self.seeds * victim_bytes(task, images, threat.local),
         )
         shape = (len(labels), self.seeds, images, *task.input_shape)
         start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
         solution = adam(objective, start, iterations=self.iterations, lr=self.lr, box=(0.0, 1.0), progress=progress)
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
-            target = {name: value[victim] for name, value in targets.items()}
-            matched = torch.stack([distance(seed, target, labels[victim]).detach() for seed in seeds])
+            seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
+            matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
         return Found(torch.stack(inputs), solution, objective.execution, labels)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import NOTHING, Search, audible, match, squared_distance
+from gradveil.attacks.matching import LEAST_PRIOR, NOTHING, Search, audible, match, squared_distance, squared_unit
 from gradveil.task import Task
 
 
@@ -48,6 +48,8 @@ class IDLG(Attack):
 
     paper = "Zhao et al., 2020"
 
+    adapts = True
+
     iterations: int = 300
     restarts: int = 1
     mute: str = NOTHING
@@ -59,7 +61,7 @@ class IDLG(Attack):
     def run(
         self,
         task: Task,
-        targets: dict[str, Tensor],
+        targets: Targets,
         labels: Tensor,
         threat: ThreatModel,
         generator: torch.Generator,
@@ -72,5 +74,14 @@ class IDLG(Attack):
         start = torch.rand(shape, generator=generator, dtype=torch.float64, device=task.device)
         heard = audible(self.name, targets, self.mute)
         return match(
-            task, heard, labels, start, search, distance=squared_distance, local=threat.local, progress=progress
+            task,
+            heard,
+            labels,
+            start,
+            search,
+            distance=squared_distance,
+            unit=squared_unit,
+            least_prior=LEAST_PRIOR,
+            local=threat.local,
+            progress=progress,
         )

@@ -6,9 +6,18 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
+from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
 from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import NOTHING, Search, audible, check_variation, cosine_distance, match, total_variation
+from gradveil.attacks.matching import (
+    NOTHING,
+    Search,
+    audible,
+    check_variation,
+    cosine_distance,
+    cosine_unit,
+    match,
+    total_variation,
+)
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
@@ -60,6 +69,8 @@ class InvertingGradients(Attack):
 
     paper = "Geiping et al., NeurIPS 2020"
 
+    adapts = True
+
     iterations: int = 1000
     optimiser: str = "adam"
     lr: float = 0.02
@@ -79,7 +90,7 @@ class InvertingGradients(Attack):
     def run(
         self,
         task: Task,
-        targets: dict[str, Tensor],
+        targets: Targets,
         labels: Tensor,
         threat: ThreatModel,
         generator: torch.Generator,
@@ -120,6 +131,7 @@ class InvertingGradients(Attack):
             start,
             search,
             distance=distance,
+            unit=cosine_unit,
             prior=prior if self.tv else None,
             local=threat.local,
             progress=progress,

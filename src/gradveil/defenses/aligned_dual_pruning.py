@@ -9,10 +9,12 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
+from gradveil.defenses.knowledge import Knowledge, read_arrived
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws
-from gradveil.update import Update, weighted_mean
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Update, weighted_mean
 
 
 @DEFENSES.register("aligned-dual-pruning")
@@ -118,6 +120,10 @@ class AlignedDualPruning(Perturbation):
         if public is None:
             return mean
         return Update({name: value.where(public[name], 0) for name, value in mean.items()}, mean.meta)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """What arrived is the gradient. The rest is in no order: it may lie outside another client's set."""
+        return {"arrived": Knowledge("matches what arrived", read=read_arrived)}
 
     def _set_size(self, values: int) -> int:
         return min(values, share_of(2 * self.keep, values, math.ceil))

@@ -1,6 +1,6 @@
 """ATS: train on images transformed by policies that were searched for."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,6 +9,7 @@ from torch.func import vmap
 
 from gradveil import checks, transforms
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
+from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
@@ -125,6 +126,23 @@ class ATS(Defense):
         if memory is not None:
             memory["trained_on"] = used
         return compute_update(task, used, labels, local=local, generator=generator)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """The policies are known: each image found is taken back through the one that explains it best."""
+
+        def undo(images: Tensor) -> Tensor:
+            return torch.stack([self._undone(image) for image in images])
+
+        return {"invert": Knowledge("inverts the policy that explains the image found best", after=undo)}
+
+    def _undone(self, image: Tensor) -> Tensor:
+        """What the image was before, under the policy that turns it into the same image again most exactly."""
+        origins = [transforms.undo_policy(policy, image[None]) for policy in self.policies]
+        misfits = [
+            float((transforms.apply_policy(policy, origin) - image.clamp(0, 1)).square().mean())
+            for policy, origin in zip(self.policies, origins, strict=True)
+        ]
+        return origins[misfits.index(min(misfits))][0]
 
     def transformed(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Each image after a policy drawn for it."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.accounting import PrivacySpent
+from gradveil.defenses.knowledge import Expect, Knowledge
 from gradveil.errors import InputError, NotFiniteError, ParameterError
 from gradveil.randomness import Draws, fresh_generator
 from gradveil.registry import Method, Registry, format_spec
@@ -155,6 +156,19 @@ class Defense(Method, ABC):
     def with_strength(self, value: float) -> "Defense":
         """The same defense at another value of its strength, not prepared."""
         return type(self)(**{**self.parameters, _strength_of(self).parameter: value})
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """How an attacker who knows the defense and its parameters, though not its draws, uses that: by name.
+
+        The first is the strongest known and what ``ThreatModel(adaptive=True)`` means. Empty: nobody has said; then
+        attackers average over simulated draws of the defense.
+
+        Args:
+            task: the model as the client has it, after `prepare`.
+            batch_size: images behind an update.
+            local: the client's local steps.
+        """
+        return {}
 
     def noise_variance(self) -> float | Mapping[str, Tensor] | None:
         """Variance of the normal noise on each value, if that is all the defense does and no data decides its level.
@@ -419,13 +433,7 @@ class ErrorFeedback(Defense):
         assert memory is not None
         sent = self.inner.perturb(wanted, generator=generator, memory=scoped(memory, "inner"), public=public)
         for name, value in wanted.items():
-            residual = (value - sent[name]).detach()
-            if self.decay < 1:
-                residual *= self.decay
-            if self.clip is not None and value.numel():
-                limit = self.clip * sent[name].abs().max()
-                residual = residual.clamp(-limit, limit)
-            memory[f"residual/{name}"] = residual
+            memory[f"residual/{name}"] = self._left((value - sent[name]).detach(), sent[name])
         return sent
 
     def _wanted(self, gradients: Mapping[str, Tensor], memory: Memory | None) -> dict[str, Tensor]:
@@ -446,6 +454,37 @@ class ErrorFeedback(Defense):
         return ErrorFeedback(self.inner.with_strength(value), self.decay, self.clip)
 
     share = Perturbation.share
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """As against the inner defense, on gradient + residual.
+
+        The residual is no secret: whoever supposes a gradient knows it too, round by round, from what was sent.
+        The first observed round is taken to be the client's first.
+        """
+        forms = self.inner.adapt(task, batch_size=batch_size, local=local)
+        return {
+            name: dataclasses.replace(form, expect=self._expect(form)) if form.changes_matching else form
+            for name, form in forms.items()
+        }
+
+    def _expect(self, inner: Knowledge) -> Expect:
+        def expect(gradients: Sequence[Gradients], updates: Sequence[Gradients]) -> list[Gradients]:
+            wanted: list[Gradients] = []
+            for values, before in zip(gradients, [None, *updates[:-1]], strict=True):
+                if before is not None:
+                    values = {n: v + self._left(wanted[-1][n] - before[n], before[n]) for n, v in values.items()}
+                wanted.append(values)
+            return inner.expect(wanted, updates) if inner.expect else wanted
+
+        return expect
+
+    def _left(self, unsent: Tensor, sent: Tensor) -> Tensor:
+        """What is kept of what was not sent."""
+        residual = self.decay * unsent if self.decay < 1 else unsent
+        if self.clip is not None and sent.numel():
+            limit = self.clip * sent.abs().max()
+            residual = residual.clamp(-limit, limit)
+        return residual
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
         """As the inner defense says."""

@@ -1,5 +1,6 @@
 """DP-SGD: clip every example's gradient, add noise, and account for it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,8 +10,9 @@ from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
 from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
+from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps
+from gradveil.update import LocalSteps, steps_of
 
 
 @DEFENSES.register("dp-sgd")
@@ -69,6 +71,17 @@ class DPSGD(StepDefense):
         return {
             name: (value + std * torch.empty_like(value).normal_(generator=generator)) / len(inputs)
             for name, value in clipped_sum(task, inputs, labels, self.clip).items()
+        }
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Clips the candidate's gradient too (exact for one image), and weighs an image prior by the noise."""
+        std = self.noise_multiplier * self.clip / batch_size
+        return {
+            "prior": Knowledge(
+                "clips candidates too, weighs an image prior by the noise",
+                expect=None if local else each_round(clip_to(self.clip)),
+                variance=std**2 * steps_of(local, batch_size),
+            )
         }
 
     def privacy_spent(

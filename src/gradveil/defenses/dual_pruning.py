@@ -1,15 +1,19 @@
 """Dual Gradient Pruning: zero the largest and the smallest values."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.defenses.knowledge import Knowledge, read_arrived, read_ranked
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.errors import ParameterError
 from gradveil.randomness import Draws
+from gradveil.task import Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("dual-pruning")
@@ -61,3 +65,13 @@ class DualPruning(Perturbation):
         top = share_of(self.k1, values, math.ceil)
         bottom = min(share_of(self.k2, values, math.floor), values - top)
         return keep_ranks(rows, top, values - bottom)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """What arrived is the gradient; what did not is larger than all of it, or smaller."""
+        return {
+            "arrived": Knowledge("matches what arrived", read=read_arrived),
+            "ordered": Knowledge(
+                "matches what arrived; the rest must be larger or smaller than all of it",
+                read=read_ranked(withheld_top=True),
+            ),
+        }

@@ -1,12 +1,16 @@
 """Additive normal noise."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.defenses.knowledge import Knowledge
 from gradveil.randomness import Draws
+from gradveil.task import Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("gaussian-noise")
@@ -42,6 +46,10 @@ class GaussianNoise(Perturbation):
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise."""
         return rows + self.std * draws.normal(rows)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Squares are the likelihood already; the noise level says how far to trust an image prior."""
+        return {"prior": Knowledge("weighs an image prior by the noise", variance=self.std**2)}
 
     def noise_variance(self) -> float | None:
         """The same everywhere."""

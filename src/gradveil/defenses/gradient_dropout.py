@@ -1,5 +1,6 @@
 """Gradient Dropout: replace a random share of the coordinates by noise."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,10 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_trimmed
 from gradveil.randomness import Draws
+from gradveil.task import Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("gradient-dropout")
@@ -62,6 +66,13 @@ class GradientDropout(Perturbation):
             decoys = torch.randn(len(positions), generator=generator, dtype=row.dtype, device=row.device)
             row[positions] = decoys * self._spread(row)
         return sent
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Decoys fit no candidate: only the share that was kept is believed, the one that fits best, scaled back."""
+        if self.keep == 1:
+            return NOTHING_TO_KNOW
+        believed = read_trimmed(self.keep, scale=1 / self.keep)
+        return {"trimmed": Knowledge(f"believes the {self.keep:.0%} of the values that fit best", read=believed)}
 
     def _spread(self, shared: Tensor) -> float:
         return self.std if self.scale == "absolute" else self.std * float(shared.double().square().mean().sqrt())

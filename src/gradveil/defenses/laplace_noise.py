@@ -1,5 +1,6 @@
 """Additive Laplace noise."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,10 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading
 from gradveil.randomness import Draws
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("laplace-noise")
@@ -46,3 +50,20 @@ class LaplaceNoise(Perturbation):
         # A draw of exactly 0 would give log(0); it counts as half the smallest positive draw.
         tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(rows.dtype).eps / 4)
         return rows - self.std / 2**0.5 * centred.sign() * tail.log()
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        r"""The likelihood of Laplace noise is in absolute values, here with the kink rounded off at tau = std / 10.
+
+        .. math:: \frac{\tau \, r^2}{\sqrt{r^2 + \tau^2}} \approx \tau |r|
+        """
+        rounding = self.std / 10
+
+        def read(expected: Gradients, update: Gradients) -> Reading:
+            misfit = {name: expected[name] - value for name, value in update.items()}
+            return Reading(update, {name: rounding * (r.square() + rounding**2).rsqrt() for name, r in misfit.items()})
+
+        if self.std == 0:
+            return NOTHING_TO_KNOW
+        # tau |r| is std tau / sqrt(2) times the log-likelihood, where squares are 2 variance times theirs.
+        variance = rounding * self.std / 8**0.5
+        return {"absolute": Knowledge("adds up absolute values, weighs an image prior", read=read, variance=variance)}

@@ -1,11 +1,15 @@
 """No defense: the yardstick."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge
 from gradveil.randomness import Draws
+from gradveil.task import Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("none")
@@ -24,3 +28,7 @@ class NoDefense(Perturbation):
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """A copy."""
         return rows.clone()
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Nothing was done."""
+        return NOTHING_TO_KNOW

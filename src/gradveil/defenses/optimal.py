@@ -13,14 +13,19 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import derived_generator, fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update
+from gradveil.update import LocalSteps, Update, steps_of
 
 FORMS = ("local", "global")
 SMALLEST_GRADIENT = 1e-6
 """The paper's c: a smaller gradient counts as this large, so that no ratio is infinite."""
+
+
+GUESSES = 10
+"""Random images from which an attacker guesses where the local form puts its noise."""
 
 
 class SensitivityDriven(StepDefense):
@@ -73,6 +78,41 @@ class SensitivityDriven(StepDefense):
     def clipped(self, gradients: Gradients) -> Gradients:
         """The gradients as they are before the noise; a coordinate that is changed here does not react to inputs."""
         return gradients
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """That of a defense which adds noise, for those that do (`variance_of`)."""
+        if self.idle:
+            return NOTHING_TO_KNOW
+        steps = steps_of(local, batch_size)
+        variance = {name: steps * value for name, value in self._guessed_variance(task, batch_size).items()}
+        return {
+            "weighted": Knowledge(
+                "trusts each coordinate by the noise it should have, weighs an image prior",
+                expect=None if local else each_round(self.clipped),
+                read=read_weighted(variance),
+                variance=typical_variance(variance),
+            )
+        }
+
+    def variance_of(self, sensitivity: Gradients, weight: Gradients) -> Gradients:
+        """The noise variance of each coordinate, from its s^2 and g^2."""
+        raise NotImplementedError(f"{self.name} adds no noise")
+
+    def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
+        """The variance in use: known in the global form; in the local one that of random images, averaged."""
+        if self.measured is not None:
+            return self.variance_of(*self.measured)
+        generator = derived_generator(0, "guessed variance", device=task.device)
+        total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        for _ in range(GUESSES):
+            shape = (batch_size, *task.input_shape)
+            inputs = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
+            labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
+            weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
+            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
+            for name, value in self.variance_of(sensitivity, weight).items():
+                total[name] += value / GUESSES
+        return total
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """In the global form: measure on the public examples, one at a time."""

@@ -1,6 +1,7 @@
 """Optimal pruning: drop the coordinates that leak most per unit of use."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Strength
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_arrived
 from gradveil.defenses.optimal import SensitivityDriven
 from gradveil.defenses.selection import share_of
-from gradveil.task import Gradients
+from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("optimal-pruning")
@@ -66,6 +69,10 @@ class OptimalPruning(SensitivityDriven):
     def idle(self) -> bool:
         """Nothing is removed."""
         return self.rate == 0
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """What arrived is the gradient."""
+        return {"arrived": Knowledge("matches what arrived", read=read_arrived)} if self.rate else NOTHING_TO_KNOW
 
     def defend(
         self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator

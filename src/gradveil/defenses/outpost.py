@@ -1,6 +1,8 @@
 """Outpost: noise by layer risk on the informative entries, pruning, less and less often."""
 
 import math
+import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,10 +10,11 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength
+from gradveil.defenses.knowledge import Knowledge, Reading, read_ranked
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
-from gradveil.task import Task
+from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Update, compute_update
 
 
@@ -97,6 +100,38 @@ class Outpost(Defense):
         return Update(
             {name: self._perturbed(value, weights[name], generator) for name, value in update.items()}, update.meta
         )
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """In a round of pruning, matches what arrived by the layers' noise; in the others, all of it and exactly."""
+        stds = {name: self.scale * layer_risk(value) for name, value in task.parameters.items()}
+        noisy = [std for std in stds.values() if std]
+        typical = statistics.median(noisy) if noisy else 0.0
+
+        def defended(update: Gradients) -> Tensor:
+            """Whether no layer sent more than pruning lets through."""
+            return torch.stack(
+                [(v != 0).sum() <= share_of(1 - self.pruned, v.numel(), math.ceil) for v in update.values()]
+            ).all()
+
+        def read(expected: Gradients, update: Gradients) -> Reading:
+            ranked = ordered(expected, update)
+            assert ranked.weights is not None
+            assert ranked.allowed is not None
+            honest = ~defended(update)
+            weights, allowed = {}, {}
+            for name in update:
+                # No layer counts more than a hundred typical ones.
+                trust = min(100.0, (typical / stds[name]) ** 2) if stds[name] else 100.0 if typical else 1.0
+                weights[name] = torch.where(honest, 1.0, trust * ranked.weights[name])
+                allowed[name] = torch.where(honest, expected[name], ranked.allowed[name])
+            return Reading(update, weights, allowed)
+
+        def variance(update: Gradients) -> Tensor:
+            return typical**2 * defended(update)
+
+        ordered = read_ranked(withheld_top=False)
+        summary = "matches what arrived, weighs an image prior by the noise; an honest round is matched exactly"
+        return {"arrived": Knowledge(summary, read=read, variance=variance)}
 
     def _perturbed(self, gradient: Tensor, weights: Tensor, generator: torch.Generator) -> Tensor:
         row = gradient.reshape(1, -1)

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Batch, Memory, StepDefense
+from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("precode")
@@ -72,6 +74,45 @@ class Precode(StepDefense):
         if not isinstance(task, VariationalTask):
             raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
         return task.with_noise(len(inputs), generator).gradients(inputs, labels)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """The bottleneck tells its own noise: of one image, its linear layers' gradients give what went in and out.
+
+        A batch mixes them. There, the bottleneck and the classifier are left out of the matching.
+        """
+        if not isinstance(task, VariationalTask):
+            raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
+        if batch_size == 1 and local is None:
+            return {
+                "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_its_noise)
+            }
+        behind = task.place.rpartition(".")[0]
+
+        def read(_expected: Gradients, update: Gradients) -> Reading:
+            return Reading(
+                update, {n: torch.full_like(v, not f".{n}".startswith(f".{behind}.")) for n, v in update.items()}
+            )
+
+        return {"mute": Knowledge("leaves the bottleneck and the classifier out", read=read)}
+
+
+def _with_its_noise(task: Task, update: Gradients) -> Task:
+    """The task with the noise that a client with one image drew.
+
+    A linear layer's weight gradient is the product of its bias gradient and what it was fed. So the encoder's gradients
+    give the representation, hence mean and deviation, and the decoder's give what the noise made of them.
+    """
+    assert isinstance(task, VariationalTask)
+    fed = {
+        name: update[f"{task.place}.{name}.bias"]
+        @ update[f"{task.place}.{name}.weight"]
+        / update[f"{task.place}.{name}.bias"].square().sum()
+        for name in ("encoder", "decoder")
+    }
+    weight, bias = (task.parameters[f"{task.place}.encoder.{kind}"] for kind in ("weight", "bias"))
+    mean, log_variance = (weight @ fed["encoder"] + bias).chunk(2)
+    noise = (fed["decoder"] - mean) / (0.5 * log_variance).exp()
+    return task.with_parameters(task.parameters, {f"{task.place}.noise": noise[None]})
 
 
 class Bottleneck(nn.Module):

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
+from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.randomness import Draws
-from gradveil.update import MAX_BITS, Grid, Update
+from gradveil.task import Gradients, Task
+from gradveil.update import MAX_BITS, Grid, LocalSteps, Update
 
 ROUNDINGS = ("nearest", "stochastic")
 
@@ -81,3 +83,18 @@ class Quantization(Perturbation):
         update = super().perturb(gradients, generator=generator, memory=memory)
         update.meta.grids = {name: self.grid(value) for name, value in gradients.items() if value.numel()}
         return update
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """The gradient lies anywhere in the cell around what was sent: half a step to each side, or a whole one."""
+        cells = 2**self.bits - 1
+        reach = 0.5 if self.rounding == "nearest" else 1.0
+
+        def read(expected: Gradients, update: Gradients) -> Reading:
+            values = {}
+            for name, value in update.items():
+                # The layer's smallest and largest value are on the grid, so what was sent tells the step.
+                room = reach * (value.amax() - value.amin()) / cells if value.numel() else 0.0
+                values[name] = expected[name].maximum(value - room).minimum(value + room)
+            return Reading(values)
+
+        return {"interval": Knowledge("asks candidates to lie in the cells of the grid", read=read)}

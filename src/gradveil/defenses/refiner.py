@@ -1,6 +1,8 @@
 """Refiner: share the gradients of robust data in place of the client's own."""
 
 import hashlib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -8,12 +10,18 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength, check_gradients
+from gradveil.defenses.knowledge import Knowledge
+from gradveil.denoising import denoise, noise_deviation
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
 from gradveil.task import Gradients, Task, differentiate_by_autograd
+from gradveil.update import LocalSteps
 
 STEP = 0.01
 """Mean length of a step of the robust data, the root mean square over an image's values."""
+
+SOLVER_STEPS = 50
+"""Steps towards the equation of appendix M."""
 
 WARM_BYTES = 64 << 20
 """What the robust data in one client's memory may take; the samples that were unused for longest go first."""
@@ -136,6 +144,49 @@ class Refiner(StepDefense):
             name: (value * parameters[name]).abs() * self.decay ** layers[name] for name, value in gradients.items()
         }
 
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """The paper does not consider the first of these attackers; the second is that of its appendix M."""
+        solving = "solves the equation that the utility metric leaves for the gradient"
+        return {
+            "undo-blend": Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend),
+            "solve-gradient": Knowledge(solving, before=self.solve_gradient, single_gradient=True),
+        }
+
+    def undo_blend(self, images: Tensor) -> Tensor:
+        r"""Recover the image from the robust data that an inversion of refiner's update leads to.
+
+        Robust data starts as ``(1 - blend) x + blend v`` and moves little from there, so x is still in it, paler and
+        under noise. The noise has a deviation s, estimated from x*, which is at most what blend and search make
+        together; the share r of v is what would explain s, at most `blend`. (Less than `blend` is left where the update
+        was projected.)
+
+        .. math:: \hat x = TV\text{-}denoise\Big(\frac{x^* - r/2}{1 - r}, \; \frac{s}{1 - r}\Big), \quad
+            r = \min(\sqrt{12} \, s, blend), \quad s \le \sqrt{blend^2 / 12 + path^2}
+
+        The paper does not consider this attacker.
+        """
+        path = STEP * self.iterations
+        deviation = noise_deviation(images).clamp(max=math.hypot(self.blend / math.sqrt(12), path))
+        share = (math.sqrt(12) * deviation).clamp(max=min(self.blend, 0.99))
+        paler = share.view(-1, 1, 1, 1)
+        return denoise((images - paler / 2) / (1 - paler), deviation / (1 - share))
+
+    def solve_gradient(self, task: Task, shared: Gradients, generator: torch.Generator) -> Gradients:
+        r"""Solve the equation that refiner leaves of its utility metric for the client's gradient (appendix M).
+
+        .. math:: \sum_i w_i(g') (u_i - g'_i)^2 = const, \quad w_i(g') = |g'_i \theta_i| \, decay^{\,layer(i)}
+
+        One equation for as many unknowns as the model has parameters: some g' is found, hardly ever the right one. The
+        paper gives neither the constant nor the start. Here the constant is what a perturbation of the known length
+        `epsilon` in a random direction gives on average, `epsilon`^2 times the mean weight; the start is u with such a
+        perturbation; each step is the shortest that solves the equation to first order.
+        """
+        solved = []
+        for victim in range(len(next(iter(shared.values())))):
+            target = {name: value[victim] for name, value in shared.items()}
+            solved.append(_solve_one(task.parameters, target, self, generator))
+        return {name: torch.stack([gradients[name] for gradients in solved]) for name in shared}
+
     def _slope(
         self,
         task: Task,
@@ -179,6 +230,36 @@ def project(own: Gradients, robust: Gradients, epsilon: float) -> Gradients:
     if distance <= epsilon:
         return robust
     return {name: value + epsilon / distance * difference[name] for name, value in own.items()}
+
+
+def _solve_one(parameters: Gradients, shared: Gradients, defense: Refiner, generator: torch.Generator) -> Gradients:
+    wanted = defense.epsilon**2 * float(_flat(defense.weights(shared, parameters)).mean())
+    if wanted == 0:
+        return shared
+    noise = {
+        name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
+        for name, value in shared.items()
+    }
+    length = defense.epsilon / float(_flat(noise).norm())
+    guess = {name: value + length * noise[name] for name, value in shared.items()}
+    for _ in range(SOLVER_STEPS):
+        leaves = {name: value.detach().requires_grad_() for name, value in guess.items()}
+        with torch.enable_grad():
+            weights = defense.weights(leaves, parameters)
+            found = torch.stack(
+                [(weights[name] * (leaves[name] - value).square()).sum() for name, value in shared.items()]
+            ).sum()
+            slopes = dict(zip(leaves, torch.autograd.grad(found, list(leaves.values())), strict=True))
+        missing = wanted - found.item()
+        if abs(missing) <= 1e-6 * wanted:
+            break
+        step = missing / float(_flat(slopes).square().sum())
+        guess = {name: value + step * slopes[name] for name, value in guess.items()}
+    return guess
+
+
+def _flat(gradients: Gradients) -> Tensor:
+    return torch.cat([value.flatten() for value in gradients.values()])
 
 
 def layer_numbers(names: Gradients) -> dict[str, int]:

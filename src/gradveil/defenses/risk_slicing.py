@@ -12,6 +12,7 @@ from gradveil import checks
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, Strength, check_gradients, meta_of
+from gradveil.defenses.knowledge import Knowledge, Reading, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws, fresh_generator
@@ -162,6 +163,47 @@ class RiskSlicing(Defense):
         """Variance of the noise of one value of the weighted mean; the weights need not sum to 1."""
         squared_shares = sum(weight**2 for weight in weights) / sum(weights) ** 2
         return self.noisy_slices / self.slices * squared_shares * self.noise_std**2
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Noise is in few slices, and in all of a slice: those that fit a candidate worst are left out.
+
+        "compensate" is the abuse that the paper fears: the server compensates the update of a single client.
+        """
+        slice_of = self._slices_for(task.parameters)
+        expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
+        compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
+        if self.noisy_slices == self.slices:
+            noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
+            return {"prior": noise, "compensate": compensated}
+
+        def read(expected: Gradients, update: Gradients) -> Reading:
+            squares = {name: (expected[name] - value).square() for name, value in update.items()}
+            misfits = torch.stack(
+                [
+                    torch.stack([(value * (slice_of[name] == number)).sum() for name, value in squares.items()]).sum()
+                    for number in range(self.slices)
+                ]
+            )
+            worst = misfits.argsort(descending=True)[: self.noisy_slices]
+            return Reading(
+                update,
+                {
+                    name: (slice_of[name].unsqueeze(-1) != worst).all(-1).to(value.dtype)
+                    for name, value in update.items()
+                },
+            )
+
+        left_out = f"leaves out the {self.noisy_slices} of {self.slices} slices that fit worst"
+        return {"trimmed": Knowledge(left_out, expect=expect, read=read), "compensate": compensated}
+
+    def _denoise(self, _task: Task, updates: Gradients, _generator: torch.Generator) -> Gradients:
+        """Every victim's update compensated as if it were the aggregate."""
+        variance = self.aggregate_variance([1.0])
+        cleaned = [
+            compensate({name: value[victim] for name, value in updates.items()}, variance, aspect=self.aspect)
+            for victim in range(len(next(iter(updates.values()))))
+        ]
+        return {name: torch.stack([update[name] for update in cleaned]) for name in updates}
 
     def _slices_for(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if self.slice_of is None:

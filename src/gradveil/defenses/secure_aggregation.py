@@ -1,14 +1,16 @@
 """Secure aggregation: the server sees a sum and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge
 from gradveil.randomness import Draws
-from gradveil.update import Update, weighted_mean
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Update, weighted_mean
 
 
 @DEFENSES.register("secure-aggregation")
@@ -45,3 +47,7 @@ class SecureAggregation(Perturbation):
         total = {name: torch.stack([update[name] for update in updates]).sum(0) for name in mean}
         local = updates[0].meta.local
         return [Update(total, replace(mean.meta, local=local, clients=len(updates)))]
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Nothing is hidden but who sent what, and nothing random is left in the sum."""
+        return NOTHING_TO_KNOW

@@ -1,6 +1,7 @@
 """Soteria: prune the gradient of the classifier by what its inputs tell about the image."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,12 @@ from torch.func import jvp, vjp, vmap
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
+from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
+from gradveil.update import LocalSteps
 
 MEMORY = 1 << 28
 """Bytes that the units or directions worked on at once may take."""
@@ -81,6 +84,23 @@ class Soteria(StepDefense):
         zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
         columns = scores.argsort(stable=True)[:zeroed]
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """All layers but the classifier's weight are as they were, and so are its columns that were not zeroed."""
+        assert task.classifier is not None
+        weight = task.classifier.weight
+
+        def read(_expected: Gradients, update: Gradients) -> Reading:
+            kept = {weight: (update[weight] != 0).any(0)} if weight in update else {}
+            return Reading(
+                update,
+                {
+                    name: kept[name].to(value.dtype).expand_as(value) if name in kept else torch.ones_like(value)
+                    for name, value in update.items()
+                },
+            )
+
+        return {"arrived": Knowledge("leaves the zeroed columns of the classifier out", read=read)}
 
     @torch.no_grad()
     def scores(self, task: Task, inputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:

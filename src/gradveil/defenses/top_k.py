@@ -1,14 +1,18 @@
 """Top-k: share only the largest values."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.defenses.knowledge import Knowledge, read_arrived, read_ranked
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.randomness import Draws
+from gradveil.task import Task
+from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("top-k")
@@ -42,3 +46,12 @@ class TopK(Perturbation):
         """Keep the largest."""
         kept = share_of(self.keep, rows.shape[1], math.ceil)
         return keep_ranks(rows, 0, kept)
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """What arrived is the gradient; what did not is smaller."""
+        return {
+            "ordered": Knowledge(
+                "matches what arrived; the rest must be smaller", read=read_ranked(withheld_top=False)
+            ),
+            "arrived": Knowledge("matches what arrived", read=read_arrived),
+        }

@@ -1,0 +1,199 @@
+"""What an attacker gains who has read the defense's code: plain and adaptive, for every defense, on CIFAR-10.
+
+    GRADVEIL_DATA=/path/to/data python experiments/adaptive/run.py [--only TEXT] [SETTING ...]   # goes on where it was
+    python experiments/adaptive/run.py --table [SETTING ...]
+
+The settings are those of config.json; default: all. Results are appended to results.jsonl, one line a case (a defense,
+an attack, one kind of attacker) with one figure a victim; nothing there is ever edited. Labels are known to both
+attackers, so that a defense which hides the label does not make up the gain; cases with inferred labels are apart.
+
+With several rounds, the server takes a step along the mean of the victims' updates after each, and the attackers see
+every round of their victim.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import gradveil
+from gradveil import data, metrics, models
+from gradveil.audit.run import choose_execution
+from gradveil.federation.local import as_batch, split_public
+from gradveil.randomness import derived_generator
+from gradveil.registry import parse_spec
+
+HERE = Path(__file__).parent
+CONFIG: dict[str, Any] = json.loads((HERE / "config.json").read_text())
+SEED = CONFIG["seed"]
+METRICS = ("psnr", "ssim", "lpips")
+Row = dict[str, Any]
+
+
+@cache
+def dataset() -> data.Dataset:
+    return data.load(CONFIG["dataset"])
+
+
+@cache
+def scorer() -> metrics.Scorer:
+    weights = data.find("lpips-alex")
+    return metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
+
+
+def build(spec: str) -> gradveil.Task:
+    name, parameters = parse_spec(spec)
+    shape, classes = dataset().train.input_shape, len(dataset().classes)
+    model = models.create(name, input_shape=shape, classes=classes, seed=SEED, **parameters)
+    return gradveil.Task(model, input_shape=shape, classes=classes)
+
+
+def observe(
+    task: gradveil.Task, defense: gradveil.Defense, images: Tensor, labels: Tensor, rounds: int
+) -> list[gradveil.Rounds]:
+    """What the server sees of every victim in its first rounds."""
+    memories: list[dict[str, Tensor]] = [{} for _ in images]
+    seen: list[list[tuple[gradveil.Task, gradveil.Update]]] = [[] for _ in images]
+    for number in range(rounds):
+        updates = []
+        for victim, batch in enumerate(zip(images[:, None], labels[:, None], strict=True)):
+
+            def generator(purpose: str, victim: int = victim, number: int = number) -> torch.Generator:
+                return derived_generator(SEED, purpose, victim, number)
+
+            memory = memories[victim]
+            public = defense.announce(task, *batch, generator=generator("announce"), memory=memory)
+            update = defense.share(task, *batch, generator=generator("share"), memory=memory, public=public)
+            seen[victim].append((task, defense.visible([update])[0]))
+            updates.append(update)
+        mean = defense.aggregate(updates)
+        stepped = {name: value - CONFIG["server_lr"] * mean[name] for name, value in task.parameters.items()}
+        task = task.with_parameters(stepped)
+    return [gradveil.Rounds(each) for each in seen]
+
+
+def attack(case: Row, victims: int) -> Row:
+    setting = CONFIG["settings"][case["setting"]]
+    defense = gradveil.defense(case["defense"])
+    places, _ = split_public(dataset().train, SEED)
+    task = build(setting["model"])
+    public = as_batch(task, dataset().train.batch(places[: CONFIG["public_images"]]))
+    task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
+    order = torch.randperm(len(dataset().test), generator=derived_generator(SEED, "victims"))[:victims]
+    images, labels = as_batch(task, dataset().test.batch(order))
+    known = {"labels": "known", "known_labels": labels[:, None]} if case["labels"] == "known" else {}
+    found = gradveil.attack(setting["attacks"][case["attack"]]).reconstruct(
+        task,
+        observe(task, defense, images, labels, case["rounds"]),
+        gradveil.ThreatModel(adaptive=case["adaptive"], defense=defense, rounds=case["rounds"], **known),
+        generator=derived_generator(SEED, "attack"),
+        execution=choose_execution(task, 1),
+    )
+    rows = [
+        scorer().score(image[None], guess.float(), label[None], guessed, None)
+        for image, guess, label, guessed in zip(images, found.inputs, labels, found.labels, strict=True)
+    ]
+    figures: Row = {m: [None if row[m] is None else round(row[m], 4) for row in rows] for m in METRICS}  # type: ignore[literal-required]
+    figures["labels_right"] = sum(row["label_correct"] for row in rows)
+    figures["loss"] = [float(f"{value:.4g}") for value in found.loss.tolist()]
+    forms = defense.adapt(task)
+    if case["adaptive"]:
+        name = next(iter(forms), "expectation") if case["adaptive"] is True else case["adaptive"]
+        figures["form"] = name
+        figures["summary"] = forms[name].summary if name in forms else ""
+    return figures
+
+
+def cases(settings: list[str]) -> Iterator[Row]:
+    for setting in settings:
+        config = CONFIG["settings"][setting]
+        for defense in config["defenses"]:
+            for attack_name in config["attacks"]:
+                common = {"setting": setting, "defense": defense, "attack": attack_name}
+                for adaptive in (False, True, *config.get("forms", {}).get(defense, [])):
+                    yield {**common, "adaptive": adaptive, "labels": "known", "rounds": 1}
+                if attack_name in config.get("inferred_labels", []):
+                    for adaptive in (False, True):
+                        yield {**common, "adaptive": adaptive, "labels": "infer", "rounds": 1}
+                if attack_name in config.get("rounds", {}):
+                    for adaptive in (False, True):
+                        rounds = config["rounds"][attack_name]
+                        yield {**common, "adaptive": adaptive, "labels": "known", "rounds": rounds}
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    return tuple(str(row[name]) for name in ("setting", "defense", "attack", "adaptive", "labels", "rounds"))
+
+
+def read(results: Path) -> dict[tuple[Any, ...], Row]:
+    lines = results.read_text().splitlines() if results.exists() else []
+    return {key(row): row for row in map(json.loads, lines)}
+
+
+def interval(differences: list[float]) -> tuple[float, float]:
+    """95 % of the medians of victims drawn again with replacement; the differences are paired."""
+    values = np.asarray(differences)
+    places = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
+    low, high = np.quantile(np.median(values[places], axis=1), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def table(results: Path, settings: list[str]) -> str:
+    done = read(results)
+    lines = [
+        "| defense | attack | labels | rounds | attacker | PSNR | SSIM | LPIPS | PSNR gained (95 %) |",
+        "|---" * 9 + "|",
+    ]
+    for case in cases(settings):
+        row = done.get(key(case))
+        plain = done.get(key({**case, "adaptive": False}))
+        if row is None:
+            continue
+        medians = ["–" if None in row[m] else f"{statistics.median(row[m]):.3g}" for m in METRICS]
+        gain = ""
+        if plain and case["adaptive"]:
+            differences = [a - b for a, b in zip(row["psnr"], plain["psnr"], strict=True)]
+            low, high = interval(differences)
+            gain = f"{statistics.median(differences):+.1f} ({low:+.1f} to {high:+.1f})"
+        attacker = f"adaptive: {row['form']}" if case["adaptive"] else "plain"
+        cells = [case["defense"].replace("|", " or "), case["attack"], case["labels"], case["rounds"], attacker]
+        lines.append("| " + " | ".join(map(str, [*cells, *medians, gain])) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", default=list(CONFIG["settings"]))
+    parser.add_argument("--only", default="", help="run the cases whose JSON holds this text")
+    parser.add_argument("--table", action="store_true", help="print what there is and run nothing")
+    parser.add_argument("--victims", type=int, help="fewer victims, for a trial; needs --results")
+    parser.add_argument("--results", type=Path, default=HERE / "results.jsonl")
+    arguments = parser.parse_args()
+    if arguments.victims and arguments.results == HERE / "results.jsonl":
+        parser.error("a trial with other victims must not go into results.jsonl; give --results")
+    if arguments.table:
+        print(table(arguments.results, arguments.settings))
+        return
+    torch.set_num_threads(1)
+    for case in cases(arguments.settings):
+        if key(case) in read(arguments.results) or arguments.only not in json.dumps(case):
+            continue
+        started = time.perf_counter()
+        result = attack(case, arguments.victims or CONFIG["settings"][case["setting"]]["victims"])
+        row = {**case, "seed": SEED, "gradveil": gradveil.__version__, **result}
+        row["seconds"] = round(time.perf_counter() - started, 1)
+        with arguments.results.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps({**case, "median_psnr": statistics.median(row["psnr"]), "s": row["seconds"]}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What an attacker who has read a defense's code can tell from its updates, in terms that attacks understand.
+
+A defense says it in its own file (`Defense.adapt`); the attacks turn it into a cost (`gradveil.attacks.matching`). So
+every matching attack is adaptive against every defense, and neither stage knows the other.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.task import Gradients, Task
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What an update says about the gradient behind it, coordinate by coordinate.
+
+    Args:
+        values: what the coordinates are, as far as the update tells; where it leaves room, the value nearest to the
+            candidate's.
+        weights: how much each coordinate tells; 0: nothing but what `allowed` says. None: all alike.
+        allowed: for coordinates of weight 0, the value nearest to the candidate's that the defense would not have
+            sent. None: any.
+
+    Example:
+        >>> Reading({"w": torch.tensor([0.5, 0.0])}, weights={"w": torch.tensor([1.0, 0.0])}).allowed is None
+        True
+    """
+
+    values: Gradients
+    weights: Gradients | None = None
+    allowed: Gradients | None = None
+
+
+Expect = Callable[[Sequence[Gradients], Sequence[Gradients]], list[Gradients]]
+Draw = Callable[[Task, Gradients, Tensor, Tensor], list[Gradients]]
+
+
+@dataclass(frozen=True)
+class Knowledge:
+    """One way to use the knowledge of a defense. Every part is optional; without any, there is nothing to know.
+
+    The functions below see one victim and must be pure and vmap-able, unless said otherwise.
+
+    Args:
+        summary: what the attacker does, in words.
+        before: ``(task, updates, generator)``: makes of the updates ``[victims, ...]`` by name those that are
+            inverted. Not vmapped.
+        task: ``(task, update)``: the task whose gradients the client computed, where the update tells more about it.
+        expect: ``(gradients, updates)``, one entry a round: what the defense makes of a candidate's gradients apart
+            from its randomness and from what `read` undoes.
+        draw: ``(task, gradients, inputs, labels)``: several simulated updates of a candidate, over which the cost is
+            averaged. Not vmapped, so attacks on it go victim by victim.
+        read: ``(expected, update)``: what the update tells about the gradient.
+        variance: of the noise on a coordinate of weight 1; ``(update)`` gives it where it depends on the update. The
+            larger, the more the attacker trusts an image prior.
+        after: makes of the images ``[N, C, H, W]`` that the inversion found those that are returned. Not vmapped.
+        single_gradient: whether it supposes updates of a single gradient (no local steps).
+
+    Example:
+        >>> Knowledge("nothing to know").changes_matching
+        False
+    """
+
+    summary: str
+    before: Callable[[Task, Gradients, torch.Generator], Gradients] | None = None
+    task: Callable[[Task, Gradients], Task] | None = None
+    expect: Expect | None = None
+    draw: Draw | None = None
+    read: Callable[[Gradients, Gradients], Reading] | None = None
+    variance: float | Callable[[Gradients], Tensor] = 0.0
+    after: Callable[[Tensor], Tensor] | None = None
+    single_gradient: bool = False
+
+    @property
+    def changes_matching(self) -> bool:
+        """Whether candidates are judged otherwise than by the plain attack."""
+        return bool(self.task or self.expect or self.draw or self.read or self.variance)
+
+
+def each_round(change: Callable[[Gradients], Gradients]) -> Expect:
+    """An `expect` that does the same to every round's gradient."""
+    return lambda gradients, _updates: [change(values) for values in gradients]
+
+
+def clip_to(limit: float) -> Callable[[Gradients], Gradients]:
+    """Scales a gradient down to a norm of at most `limit`, over all layers together.
+
+    >>> clip_to(1.0)({"w": torch.tensor([3.0, 4.0])})["w"].tolist()
+    [0.6000000238418579, 0.800000011920929]
+    """
+
+    def clip(gradients: Gradients) -> Gradients:
+        squared = torch.stack([value.square().sum() for value in gradients.values()]).sum()
+        scale = limit / squared.clamp_min(limit**2).sqrt()
+        return {name: scale * value for name, value in gradients.items()}
+
+    return clip
+
+
+def read_arrived(_expected: Gradients, update: Gradients) -> Reading:
+    """Coordinates that are zero were held back and say nothing."""
+    return Reading(update, {name: (value != 0).to(value.dtype) for name, value in update.items()})
+
+
+def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Reading]:
+    """`read` of updates from which each layer's smallest values were held back, and its largest if `withheld_top`.
+
+    Then every coordinate that did not arrive is at most as large as the smallest that did, or at least as large as the
+    largest.
+
+    >>> sent, candidate = {"w": torch.tensor([0.0, 2.0, 3.0])}, {"w": torch.tensor([2.6, 2.0, 3.0])}
+    >>> read_ranked(withheld_top=False)(candidate, sent).allowed["w"][0].item()
+    2.0
+    >>> read_ranked(withheld_top=True)(candidate, sent).allowed["w"][0].item()
+    3.0
+    """
+
+    def read(expected: Gradients, update: Gradients) -> Reading:
+        arrived = read_arrived(expected, update)
+        assert arrived.weights is not None
+        allowed = {}
+        for name, value in update.items():
+            candidate, sent = expected[name], value.abs()
+            if not sent.numel():
+                allowed[name] = candidate
+                continue
+            size = candidate.abs()
+            smallest, largest = torch.where(sent > 0, sent, torch.inf).amin(), sent.amax()
+            nearest = size.minimum(smallest)
+            if withheld_top:
+                nearest = torch.where(size - smallest < largest - size, nearest, size.maximum(largest))
+            allowed[name] = nearest.copysign(candidate)
+        return Reading(update, arrived.weights, allowed)
+
+    return read
+
+
+def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], Reading]:
+    """`read` of updates of which only a share `keep` holds `scale` times the gradient, nobody knows which.
+
+    The attacker believes the coordinates that fit a candidate best, as many as should be true.
+
+    >>> sent, candidate = {"w": torch.tensor([2.0, 9.0])}, {"w": torch.tensor([1.1, 1.0])}
+    >>> read_trimmed(0.5, 2.0)(candidate, sent).weights["w"].tolist()
+    [1.0, 0.0]
+    """
+
+    def read(expected: Gradients, update: Gradients) -> Reading:
+        values = {name: value / scale for name, value in update.items()}
+        misfit = {name: (expected[name] - value).abs() for name, value in values.items()}
+        together = torch.cat([value.flatten() for value in misfit.values()]).sort().values
+        limit = together[max(0, round(keep * len(together)) - 1)]
+        return Reading(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
+
+    return read
+
+
+def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Reading]:
+    """`read` of updates with independent noise of known `variance`: the less noise, the more a coordinate counts.
+
+    A coordinate with the `typical_variance` has weight 1.
+    """
+    typical = typical_variance(variance)
+    # No coordinate counts more than a hundred typical ones, or the few without noise would make the cost too stiff.
+    weights = {name: typical / value.double().clamp_min(typical / 100) for name, value in variance.items()}
+    return lambda _expected, update: Reading(
+        update, {name: weights[name].to(value.device, value.dtype) for name, value in update.items()}
+    )
+
+
+def typical_variance(variance: Gradients) -> float:
+    """The median of the variances that are not zero; 0 if all are."""
+    flat = torch.cat([value.double().flatten() for value in variance.values()])
+    noisy = flat[flat > 0]
+    return float(noisy.median()) if noisy.numel() else 0.0
+
+
+NOTHING_TO_KNOW = {"plain": Knowledge("nothing to know: the plain attack")}
