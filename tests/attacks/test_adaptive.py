@@ -1,16 +1,30 @@
-"""What attackers make of knowing the defense."""
+"""What attackers make of knowing the defense, and of seeing several rounds."""
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from skimage.restoration import denoise_tv_chambolle
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
 
 import gradveil
+from gradveil import transforms
 from gradveil.attacks import adaptive
+from gradveil.attacks.base import Targets
+from gradveil.attacks.engine import Objective
+from gradveil.attacks.matching import (
+    Search,
+    comparison,
+    cosine_distance,
+    cosine_unit,
+    match,
+    squared_distance,
+    squared_unit,
+)
+from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
-from gradveil.errors import ThreatModelError
+from gradveil.errors import InputError, ThreatModelError
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -24,59 +38,404 @@ def picture() -> torch.Tensor:
     return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
 
 
-class TestDenoising:
-    def test_it_is_the_total_variation_minimum_that_scikit_image_finds(self):
-        # A grey image: scikit-image smooths the channels of a colour image one by one.
-        noisy = (picture()[:, :1] + 0.2 * torch.randn(1, 1, 32, 32, generator=seeded())).double()
-        expected = denoise_tv_chambolle(noisy[0, 0].numpy(), weight=0.1, eps=1e-9, max_num_iter=3000)
-        moved = np.sqrt(np.mean((expected - noisy[0, 0].numpy()) ** 2))
-        found = adaptive.denoise(noisy, torch.tensor([moved]))[0, 0].numpy()
-        assert np.abs(found - expected).max() < 0.01
+@pytest.fixture
+def task() -> gradveil.Task:
+    """Smooth, in double precision, with more parameters than pixels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(25, 40), nn.Sigmoid(), nn.Linear(40, 3)).double()
+    with torch.no_grad():
+        model[1].weight *= 3
+    return gradveil.Task(model, input_shape=(1, 5, 5), classes=3)
 
-    @pytest.mark.parametrize("deviation", [0.02, 0.1, 0.3])
-    def test_it_goes_as_far_as_it_is_told(self, deviation):
-        noisy = picture().repeat(2, 1, 1, 1) + 0.3 * torch.randn(2, 3, 32, 32, generator=seeded())
-        moved = (adaptive.denoise(noisy, torch.full((2,), deviation)) - noisy).square().mean(dim=(1, 2, 3)).sqrt()
-        torch.testing.assert_close(moved, torch.full((2,), deviation), rtol=1e-2, atol=0)
 
-    def test_divergence_is_minus_the_transpose_of_the_derivatives(self):
-        image = torch.randn(2, 3, 5, 7, generator=seeded(), dtype=torch.float64)
-        field = torch.randn(2, 2, 3, 5, 7, generator=seeded(1), dtype=torch.float64)
-        left = (adaptive._derivatives(image) * field).sum()
-        torch.testing.assert_close(left, -(image * adaptive._divergence(field)).sum())
+@pytest.fixture
+def one() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(1, 1, 5, 5, generator=seeded(1), dtype=torch.float64), torch.tensor([2])
 
-    def test_each_image_by_itself(self):
-        noisy = torch.rand(3, 1, 12, 12, generator=seeded())
-        wanted = torch.tensor([0.05, 0.1, 0.2])
-        together = adaptive.denoise(noisy, wanted)
-        alone = torch.cat([adaptive.denoise(noisy[i : i + 1], wanted[i : i + 1]) for i in range(3)])
-        torch.testing.assert_close(together, alone)
 
-    @pytest.mark.parametrize("deviation", [0.05, 0.2])
-    def test_the_noise_is_measured(self, deviation):
-        noisy = picture().repeat(4, 1, 1, 1) + deviation * torch.randn(4, 3, 32, 32, generator=seeded())
-        estimate = adaptive.noise_deviation(noisy)
-        assert estimate.shape == (4,)
-        assert estimate.mean().item() == pytest.approx(deviation, rel=0.25)
+def observed(
+    defense: gradveil.Defense, task: gradveil.Task, batch: tuple[torch.Tensor, torch.Tensor], rounds: int = 1
+) -> tuple[gradveil.Task, gradveil.Rounds]:
+    """What a client sends in its first rounds, with other weights in each."""
+    public = torch.rand(6, *task.input_shape, generator=seeded(5), dtype=task.dtype), torch.arange(6) % task.classes
+    first = task = defense.prepare(task, public=public, generator=seeded(4))
+    memory: dict[str, torch.Tensor] = {}
+    seen = []
+    for number in range(rounds):
+        seen.append((task, defense.share(task, *batch, generator=seeded(number), memory=memory)))
+        task = task.with_parameters({name: 0.9 * value for name, value in task.parameters.items()})
+    return first, gradveil.Rounds(seen)
+
+
+def cost_at(
+    inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None, **options
+) -> float:
+    stacked = [(task, {name: value[None] for name, value in update.items()}) for task, update in rounds]
+    chosen = {"distance": squared_distance, "unit": squared_unit, **options}
+    compare = comparison([task for task, _ in rounds], Targets(stacked, knowledge), **chosen)
+    return float(compare(inputs, [update for _, update in rounds], labels))
+
+
+EXACT = [  # what these do to a gradient, knowledge explains to the last bit
+    "dual-pruning:k1=0.1,k2=0.6",
+    "dual-pruning:k1=0.1,k2=0.6+error-feedback",
+    "dual-pruning:k1=0.1,k2=0.6+error-feedback:decay=0.5,clip=2.0",
+    "aligned-dual-pruning:k1=0.1,keep=0.2",
+    "top-k:keep=0.3",
+    "top-k:keep=0.3+error-feedback",
+    "optimal-pruning:rate=0.6",
+    "gradient-dropout:keep=0.6,std=0.5",
+    "gradient-dropout:keep=0.6,std=0.5+error-feedback",
+    "quantization:bits=3",
+    "quantization:bits=3,rounding=stochastic",
+    "soteria:rate=0.5",
+    "risk-slicing:slices=8,ratio=0.4,std=0.5",
+    "risk-slicing:slices=8,ratio=0.4,std=0.5,clip=0.01",
+    "dp-sgd:clip=0.01,noise_multiplier=0.0",
+    "outpost:scale=0,pruned=0.7,decay=0",
+    "precode:width=4",
+]
+
+
+class TestTheTruthExplainsTheUpdate:
+    @pytest.mark.parametrize("spec", EXACT)
+    @pytest.mark.parametrize("rounds", [1, 3])
+    def test_the_true_image_costs_nothing_though_it_costs_the_plain_attacker_something(self, spec, rounds, task, one):
+        defense = gradveil.defense(spec)
+        task, seen = observed(defense, task, one, rounds)
+        other = torch.rand(one[0].shape, generator=seeded(9), dtype=torch.float64)
+        for name, knowledge in defense.adapt(task).items():
+            if knowledge.before is None:
+                true, wrong = (cost_at(inputs, one[1], seen, knowledge) for inputs in (one[0], other))
+                assert true <= 1e-9 * wrong, name
+                assert wrong > 1e-9, name
+                assert cost_at(*one, seen, None) > 1e6 * true
+        assert cost_at(*one, seen, None) > 1e-7
+
+    @pytest.mark.parametrize("spec", ["gaussian-noise:std=0.1", "optimal-noise:std=0.1", "laplace-noise:std=0.1"])
+    def test_of_noise_the_truth_costs_what_the_noise_does(self, spec, task, one):
+        defense = gradveil.defense(spec)
+        task, seen = observed(defense, task, one)
+        [knowledge] = defense.adapt(task).values()
+        plain = Knowledge("no prior", read=knowledge.read)
+        squares = [(seen[0][1][name] - value).square() for name, value in task.gradients(*one).items()]
+        if spec.startswith("gaussian"):
+            assert cost_at(*one, seen, plain) == pytest.approx(float(sum(s.sum() for s in squares)))
+            assert knowledge.variance == pytest.approx(0.01)
+        elif spec.startswith("laplace"):
+            expected = sum(0.01 * s / (s + 0.01**2).sqrt() for s in map(torch.clone, squares[:1])).sum()
+            first = next(iter(seen[0][1]))
+            got = knowledge.read(task.gradients(*one), dict(seen[0][1]))
+            assert float((got.weights[first] * squares[0]).sum()) == pytest.approx(float(expected))
+        else:
+            weights = knowledge.read(task.gradients(*one), dict(seen[0][1])).weights
+            expected = sum((weights[name] * s).sum() for name, s in zip(weights, squares, strict=True))
+            assert cost_at(*one, seen, plain) == pytest.approx(float(expected))
+
+    def test_error_feedback_must_be_known_from_the_second_round_on(self, task, one):
+        defense = gradveil.defense("top-k:keep=0.3+error-feedback")
+        task, seen = observed(defense, task, one, rounds=3)
+        unaware = gradveil.defense("top-k:keep=0.3").adapt(task)["arrived"]
+        assert cost_at(*one, seen, unaware) > 1e-4
+
+    def test_outpost_left_alone_is_matched_exactly(self, task, one):
+        defense = gradveil.defense("outpost:scale=0.8,pruned=0.7")
+        honest = gradveil.Rounds([(task, gradveil.defense("none").share(task, *one))])
+        [knowledge] = defense.adapt(task).values()
+        assert cost_at(*one, honest, knowledge) < 1e-12
+        assert float(knowledge.variance(dict(honest[0][1]))) == 0
+        _, pruned = observed(defense, task, one)
+        assert float(knowledge.variance(dict(pruned[0][1]))) > 0
+
+    @pytest.mark.parametrize("spec", EXACT)
+    def test_batch_and_loop_agree(self, spec, task, one):
+        defense = gradveil.defense(spec)
+        task, seen = observed(defense, task, one, rounds=2)
+        knowledge = next(iter(defense.adapt(task).values()))
+        stacked = [
+            (stage, {name: torch.stack([value, 0.7 * value]) for name, value in update.items()})
+            for stage, update in seen
+        ]
+        compare = comparison(
+            [stage for stage, _ in stacked], Targets(stacked, knowledge), distance=cosine_distance, unit=cosine_unit
+        )
+        candidates = torch.rand(2, *one[0].shape, generator=seeded(7), dtype=torch.float64)
+        labels, updates = one[1].expand(2, 1), [update for _, update in stacked]
+        loop, batch = (
+            Objective(compare, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
+            for execution in ("loop", "batch")
+        )
+        torch.testing.assert_close(loop, batch)
+        assert loop[1].abs().max() > 0
+
+
+class TestReadings:
+    def test_every_defense_says_something(self, task, one):
+        for name in gradveil.defenses():
+            defense = gradveil.defense(name)
+            if name == "ats":
+                defense = gradveil.defense("ats", policy="flip")
+            prepared, _ = observed(defense, task, one) if name != "refiner" else (task, None)
+            forms = defense.adapt(prepared)
+            assert forms, name
+            assert all(form.summary for form in forms.values())
+        for name in ("none", "secure-aggregation"):
+            [form] = gradveil.defense(name).adapt(task).values()
+            assert "nothing to know" in form.summary
+
+    @given(st.lists(st.floats(-3, 3), min_size=4, max_size=12), st.integers(0, 10_000), st.booleans())
+    def test_ranks_are_bounds_that_the_candidate_is_moved_into(self, gradient, seed, top):
+        gradient = torch.tensor(gradient, dtype=torch.float64)
+        name = "dual-pruning:k1=0.2,k2=0.5" if top else "top-k:keep=0.5"
+        sent = gradveil.defense(name).perturb({"w": gradient})
+        candidate = 2 * torch.randn(len(gradient), generator=seeded(seed), dtype=torch.float64)
+        reading = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
+        arrived = sent["w"].abs()[sent["w"] != 0]
+        for place, value in enumerate(candidate.tolist()):
+            if sent["w"][place] != 0:
+                assert reading.weights["w"][place] == 1
+                continue
+            low = arrived.min().item() if len(arrived) else math.inf
+            high = arrived.max().item() if top and len(arrived) else math.inf
+            choices = [min(abs(value), low), max(abs(value), high)] if top else [min(abs(value), low)]
+            if not len(arrived):
+                choices = [abs(value)]
+            nearest = min(choices, key=lambda size, value=value: abs(size - abs(value)))
+            assert abs(reading.allowed["w"][place].item()) == pytest.approx(nearest)
+            assert reading.weights["w"][place] == 0
+
+    def test_the_interval_costs_nothing_inside_and_the_square_outside(self):
+        defense = gradveil.defense("quantization", bits=2)
+        sent = dict(defense.perturb({"w": torch.tensor([0.0, 1.1, 1.8, 3.0])}))
+        [knowledge] = defense.adapt(None).values()
+        for candidate, expected in [(1.49, 1.49), (0.5, 0.5), (1.7, 1.5), (0.1, 0.5)]:
+            values = knowledge.read({"w": torch.tensor([0.0, candidate, 1.8, 3.0])}, sent).values["w"]
+            assert values[1].item() == pytest.approx(expected)
+
+    def test_trimming_believes_the_best_fitting_share(self):
+        update = {"a": torch.randn(60, generator=seeded()), "b": torch.randn(40, generator=seeded(1))}
+        candidate = {"a": torch.randn(60, generator=seeded(2)), "b": torch.randn(40, generator=seeded(3))}
+        reading = read_trimmed(0.8, scale=2.0)(candidate, update)
+        misfits = {
+            (n, i): abs(float(candidate[n][i] - update[n][i] / 2)) for n in update for i in range(len(update[n]))
+        }
+        best = sorted(misfits, key=misfits.__getitem__)[:68]  # 80 less three times 4
+        assert {(n, i) for n in update for i in range(len(update[n])) if reading.weights[n][i]} == set(best)
+        torch.testing.assert_close(reading.values["a"], update["a"] / 2)
+
+    def test_weights_are_inverse_variances_up_to_a_hundred(self):
+        variance = {"w": torch.tensor([0.0, 1e-9, 1.0, 2.0, 4.0, 8.0])}
+        weights = read_weighted(variance)({}, {"w": torch.zeros(6)}).weights["w"]
+        assert typical_variance(variance) == 2.0
+        torch.testing.assert_close(weights, torch.tensor([100, 100, 2, 1, 0.5, 0.25]))
+
+    def test_clipping_is_simulated(self, task, one):
+        defense = gradveil.defense("dp-sgd", clip=0.01, noise_multiplier=0.0)
+        task, seen = observed(defense, task, one)
+        [expected] = next(iter(defense.adapt(task).values())).expect([task.gradients(*one)], [])
+        for name, value in seen[0][1].items():
+            torch.testing.assert_close(expected[name], value)
+
+    def test_compensation_is_abused_on_each_single_update(self, task, one):
+        defense = gradveil.defense("risk-slicing", slices=4, ratio=0.5, std=0.3)
+        task, seen = observed(defense, task, one)
+        before = defense.adapt(task)["compensate"].before
+        updates = {name: torch.stack([value, 2 * value]) for name, value in seen[0][1].items()}
+        cleaned = before(task, updates, seeded())
+        for victim in range(2):
+            alone = gradveil.compensate({name: value[victim] for name, value in updates.items()}, 0.5 * 0.09)
+            assert all(torch.equal(cleaned[name][victim], value) for name, value in alone.items())
+
+
+class TestPrecode:
+    def test_the_bottleneck_gives_its_noise_away(self, task, one):
+        defense = gradveil.defense("precode", width=4)
+        task, seen = observed(defense, task, one)
+        solved = defense.adapt(task)["solve-noise"].task(task, dict(seen[0][1]))
+        drawn = task.with_noise(1, seeded(0))
+        name = f"{task.place}.noise"
+        torch.testing.assert_close(solved.buffers[name], drawn.buffers[name])
+
+    def test_of_a_batch_it_is_left_out(self, task, one):
+        defense = gradveil.defense("precode", width=4)
+        task = defense.prepare(task, generator=seeded())
+        update = task.gradients(*one)
+        weights = defense.adapt(task, batch_size=2)["mute"].read(update, update).weights
+        silent = {name for name, value in weights.items() if not value.any()}
+        place = task.place.rpartition(".")[0]
+        assert silent == {name for name in update if name.startswith(place)}
+        assert silent != set(update)
+
+
+class TestATS:
+    @pytest.mark.parametrize("text", transforms.names())
+    def test_undoing_leads_nearer_to_the_original(self, text):
+        image = picture().clamp(0.25, 0.5)
+        changed = transforms.apply_policy(text, image)
+        undone = transforms.undo_policy(text, changed)
+        inside = (slice(None), slice(None), slice(14, 18), slice(14, 18))  # what is moved out is lost
+        before = (changed - image)[inside].abs().mean().item()
+        after = (undone - image)[inside].abs().mean().item()
+        if text.split("@")[0] in ("solarize", "posterize", "equalize", "autocontrast"):
+            assert torch.equal(undone, changed)
+        else:
+            assert after <= before + 1 / 255
+            assert after < 0.02
+
+    def test_the_policy_that_explains_the_image_is_undone(self):
+        defense = gradveil.defense("ats", policy="rotate@30>invert|translate-x@0.4")
+        image = picture()
+        for policy in defense.policies:
+            found = defense.adapt(None)["invert"].after(transforms.apply_policy(policy, image))
+            torch.testing.assert_close(found, transforms.undo_policy(policy, transforms.apply_policy(policy, image)))
+
+
+class TestRounds:
+    def test_averaging_rounds_divides_the_variance(self, task, one):
+        """The cost of n rounds is that of their mean plus a constant, so its minimum has an nth of the variance."""
+        defense, rounds = gradveil.defense("gaussian-noise", std=0.1), 16
+        updates = [defense.share(task, *one, generator=seeded(number)) for number in range(rounds)]
+        mean = gradveil.Update({name: sum(u[name] for u in updates) / rounds for name in updates[0]})
+        several = gradveil.Rounds([(task, update) for update in updates])
+        single = gradveil.Rounds([(task, mean)])
+        [knowledge] = defense.adapt(task).values()
+        of_mean = Knowledge("", variance=0.01 / rounds)
+        differences = []
+        for seed in range(3):
+            inputs = torch.rand(one[0].shape, generator=seeded(seed), dtype=torch.float64)
+            differences.append(cost_at(inputs, one[1], several, knowledge) - cost_at(inputs, one[1], single, of_mean))
+        assert max(differences) - min(differences) < 1e-9
+        error = torch.cat([(mean[name] - value).flatten() for name, value in task.gradients(*one).items()])
+        assert error.var().item() == pytest.approx(0.01 / rounds, rel=0.3)
+
+    def test_rounds_help_a_plain_attacker_too(self, task, one):
+        defense = gradveil.defense("gaussian-noise", std=0.02)
+
+        def error(rounds):
+            _, seen = observed(defense, task, one, rounds)
+            threat = gradveil.ThreatModel(rounds=rounds)
+            found = gradveil.attack("idlg", iterations=100).reconstruct(task, seen, threat, generator=seeded())
+            return (found.inputs[0] - one[0]).square().mean().item()
+
+        assert error(16) < 0.3 * error(1)
+
+    def test_what_does_not_fit_is_refused(self, task, one):
+        _, seen = observed(gradveil.defense("none"), task, one, rounds=2)
+        attack = gradveil.attack("idlg", iterations=1)
+        with pytest.raises(ThreatModelError, match=r"1 rounds of each victim were seen, got \[2\]"):
+            attack.reconstruct(task, seen, gradveil.ThreatModel())
+        with pytest.raises(InputError, match="the same weights in round 0"):
+            attack.reconstruct(seen[1][0], seen, gradveil.ThreatModel(rounds=2))
+        swapped = gradveil.Rounds([seen[0], (task, seen[1][1])])
+        with pytest.raises(InputError, match="the same weights in round 1"):
+            attack.reconstruct(task, [seen, swapped], gradveil.ThreatModel(rounds=2))
+        with pytest.raises(InputError, match="at least one observed round"):
+            gradveil.Rounds([])
+        with pytest.raises(ThreatModelError, match="r-gap: uses neither knowledge of the defense nor several rounds"):
+            gradveil.attack("r-gap").reconstruct(task, seen, gradveil.ThreatModel(rounds=2))
+
+
+class TestRecovery:
+    @pytest.mark.parametrize(
+        "spec", ["dual-pruning:k1=0.05,k2=0.75", "top-k:keep=0.2", "soteria:rate=0.8", "precode:width=8"]
+    )
+    def test_what_arrived_is_enough(self, spec, task, one):
+        """More values arrive than there are pixels, and they are exact: so is the image."""
+        defense = gradveil.defense(spec)
+        task, seen = observed(defense, task, one)
+        stacked = [(task, {name: value[None] for name, value in seen[0][1].items()})]
+        start = torch.rand(1, *one[0].shape, generator=seeded(3), dtype=torch.float64)
+        errors = []
+        for knowledge in (None, next(iter(defense.adapt(task).values()))):
+            found = match(
+                task,
+                Targets(stacked, knowledge),
+                one[1][None],
+                start,
+                Search("lbfgs", 300, execution="loop"),
+                distance=squared_distance,
+                unit=squared_unit,
+            )
+            errors.append((found.inputs[0] - one[0]).abs().max().item())
+        assert errors[1] < 1e-3
+        assert errors[0] > 100 * errors[1]
+
+    @pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion"])
+    def test_every_matching_attack_adapts(self, name, task, one):
+        options = {
+            "dlg": {"iterations": 60},
+            "idlg": {"iterations": 60},
+            "inverting-gradients": {"optimiser": "lbfgs", "iterations": 60, "tv": 0.0},
+            "grad-inversion": {"iterations": 200, "tv": 0.0, "l2": 0.0, "seeds": 1, "lr": 0.05},
+        }
+        defense = gradveil.defense("gradient-dropout", keep=0.5, std=0.5)
+        update = defense.share(task, *one, generator=seeded())
+        attack = gradveil.attack(name, **options[name])
+
+        def found(adaptive):
+            threat = gradveil.ThreatModel(labels="known", known_labels=one[1][None], adaptive=adaptive, defense=defense)
+            return attack.reconstruct(task, update, threat, generator=seeded(), execution="loop").inputs
+
+        plain, adapted = ((found(adaptive) - one[0]).square().mean().item() for adaptive in (False, True))
+        assert adapted < plain / 2
+
+
+class TestExpectation:
+    def test_a_defense_that_says_nothing_is_simulated(self, task, one):
+        chain = gradveil.Chain(gradveil.defense("top-k", keep=0.5), gradveil.defense("quantization", bits=4))
+        assert not chain.adapt(task)
+        knowledge = adaptive.expectation(chain)
+        _, seen = observed(chain, task, one)
+        assert cost_at(*one, seen, knowledge) < 1e-12  # it draws nothing: its simulation is the update
+        assert cost_at(*one, seen, None) > 1e-5
+
+    def test_the_cost_is_averaged_over_draws(self, task, one):
+        noise = gradveil.defense("gaussian-noise", std=0.1)
+        seen = gradveil.Rounds([(task, gradveil.Update(task.gradients(*one)))])
+        size = sum(value.numel() for value in task.parameters.values())
+        assert cost_at(*one, seen, adaptive.expectation(noise)) == pytest.approx(0.01 * size, rel=0.3)
+
+    def test_slopes_are_those_of_the_undefended_gradient(self, task, one):
+        [drawn, *_] = adaptive.expectation(gradveil.defense("top-k", keep=0.1)).draw(
+            task, {"w": torch.arange(10.0).requires_grad_()}, *one
+        )
+        assert torch.equal(torch.autograd.grad(drawn["w"].sum(), drawn["w"])[0], torch.ones(10))
+        assert drawn["w"].tolist() == [0] * 9 + [9]
+
+    def test_data_dependent_defenses_are_simulated_too(self, task, one):
+        class Doubling(gradveil.StepDefense):
+            name = "doubling"
+
+            def step(self, task, inputs, labels, *, generator, memory):
+                return {name: 2 * value for name, value in task.gradients(inputs, labels).items()}
+
+        defense = Doubling()
+        update = defense.share(task, *one)
+        threat = gradveil.ThreatModel(adaptive=True, defense=defense)
+        found = gradveil.attack("inverting-gradients", optimiser="lbfgs", iterations=40, tv=0.0).reconstruct(
+            task, update, threat, generator=seeded()
+        )
+        assert found.execution == "loop"
+        assert (found.inputs[0] - one[0]).abs().mean() < 0.1
 
 
 class TestUndoBlend:
     def test_it_recovers_a_blended_picture(self):
         image = picture()
         blended = torch.lerp(image, torch.rand(image.shape, generator=seeded()), 0.5)
-        found = adaptive.undo_blend(blended, gradveil.defense("refiner", blend=0.5))
+        found = gradveil.defense("refiner", blend=0.5).undo_blend(blended)
         before, after = (10 * math.log10(1 / (x - image).square().mean()) for x in (blended, found))
         assert before < 15
         assert after > before + 6
 
     def test_a_clean_picture_stays_nearly_as_it_is(self):
         image = picture()[:, 1:2]  # the slope, which the noise estimate does not see
-        found = adaptive.undo_blend(image, gradveil.defense("refiner"))
+        found = gradveil.defense("refiner").undo_blend(image)
         assert (found - image).abs().max() < 0.01
 
     def test_it_never_unblends_more_than_was_blended(self):
         noise = torch.rand(1, 1, 32, 32, generator=seeded())
-        found = adaptive.undo_blend(noise, gradveil.defense("refiner", blend=0.1, iterations=1))
+        found = gradveil.defense("refiner", blend=0.1, iterations=1).undo_blend(noise)
         limit = math.hypot(0.1 / math.sqrt(12), STEP) / 0.9
         moved = (found - (noise - 0.05) / 0.9).square().mean().sqrt().item()
         assert moved == pytest.approx(limit, rel=0.01)
@@ -86,7 +445,7 @@ class TestSolveGradient:
     def test_it_solves_the_equation(self, tiny_task, tiny_batch):
         defense = gradveil.defense("refiner", epsilon=0.3)
         shared = {name: torch.stack([value, 2 * value]) for name, value in tiny_task.gradients(*tiny_batch).items()}
-        found = adaptive.solve_gradient(tiny_task, shared, defense, seeded())
+        found = defense.solve_gradient(tiny_task, shared, seeded())
         for victim in range(2):
             weights = {
                 name: (found[name][victim] * theta).abs() * 0.95 ** (1 if name.startswith("0.") else 2)
@@ -99,7 +458,7 @@ class TestSolveGradient:
 
     def test_without_a_perturbation_there_is_nothing_to_solve(self, tiny_task, tiny_batch):
         shared = {name: value[None] for name, value in tiny_task.gradients(*tiny_batch).items()}
-        found = adaptive.solve_gradient(tiny_task, shared, gradveil.defense("refiner", epsilon=0), seeded())
+        found = gradveil.defense("refiner", epsilon=0).solve_gradient(tiny_task, shared, seeded())
         assert all(torch.equal(found[name], value) for name, value in shared.items())
 
 
@@ -116,7 +475,7 @@ class TestThreatModel:
         default = self.attack(tiny_task, tiny_batch, True)
         named = self.attack(tiny_task, tiny_batch, "undo-blend")
         assert torch.equal(default.inputs, named.inputs)
-        expected = adaptive.undo_blend(plain.inputs[0], gradveil.defense("refiner"))
+        expected = gradveil.defense("refiner").undo_blend(plain.inputs[0])
         torch.testing.assert_close(named.inputs[0], expected)
         assert torch.equal(plain.loss, named.loss)
 
@@ -130,7 +489,3 @@ class TestThreatModel:
             self.attack(tiny_task, tiny_batch, "magic")
         with pytest.raises(ThreatModelError, match="'solve-gradient' supposes updates of a single gradient"):
             self.attack(tiny_task, tiny_batch, "solve-gradient", local=gradveil.LocalSteps(lr=0.1))
-        update = gradveil.defense("top-k").share(tiny_task, *tiny_batch)
-        threat = gradveil.ThreatModel(adaptive=True, defense=gradveil.defense("top-k"), batch_size=3)
-        with pytest.raises(ThreatModelError, match="idlg: has no adaptive form against top-k"):
-            gradveil.attack("idlg").reconstruct(tiny_task, update, threat)

@@ -4,6 +4,7 @@ A defense says it in its own file (`Defense.adapt`); the attacks turn it into a 
 every matching attack is adaptive against every defense, and neither stage knows the other.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -139,12 +140,13 @@ def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Reading]
 
 
 def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], Reading]:
-    """`read` of updates of which only a share `keep` holds `scale` times the gradient, nobody knows which.
+    """`read` of updates in which a coordinate holds `scale` times the gradient with probability `keep`, else a decoy.
 
-    The attacker believes the coordinates that fit a candidate best, as many as should be true.
+    The attacker believes the coordinates that fit a candidate best, as many as are surely true: their mean number less
+    three standard deviations.
 
-    >>> sent, candidate = {"w": torch.tensor([2.0, 9.0])}, {"w": torch.tensor([1.1, 1.0])}
-    >>> read_trimmed(0.5, 2.0)(candidate, sent).weights["w"].tolist()
+    >>> sent, candidate = {"w": torch.tensor(19 * [2.0] + [9.0])}, {"w": torch.ones(20)}
+    >>> read_trimmed(0.95, 2.0)(candidate, sent).weights["w"][-2:].tolist()
     [1.0, 0.0]
     """
 
@@ -152,7 +154,8 @@ def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], 
         values = {name: value / scale for name, value in update.items()}
         misfit = {name: (expected[name] - value).abs() for name, value in values.items()}
         together = torch.cat([value.flatten() for value in misfit.values()]).sort().values
-        limit = together[max(0, round(keep * len(together)) - 1)]
+        sure = keep * len(together) - 3 * math.sqrt(keep * (1 - keep) * len(together))
+        limit = together[max(0, math.floor(sure) - 1)]
         return Reading(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
 
     return read
