@@ -97,9 +97,9 @@ def apply_policy(text: str, images: Tensor) -> Tensor:
 def undo_policy(text: str, images: Tensor) -> Tensor:
     """What the images were before a policy, as far as it left that in them; the arguments are those of `apply_policy`.
 
-    What moves, scales or mirrors is reversed. What was moved out of the image stays grey, what was clipped stays so,
-    posterised values stay where they are, and the transforms that go by the whole histogram (equalize, autocontrast)
-    and solarize, which folds it, are left alone.
+    What moves, scales or mirrors is reversed, and a posterised value becomes the middle of those it stands for. What was
+    moved out of the image stays grey, what was clipped stays so, and the transforms that go by the whole histogram
+    (equalize, autocontrast) and solarize, which folds it, are left alone.
 
     >>> undo_policy("flip>invert", torch.tensor([[[[0.0, 1.0]]]])).tolist()
     [[[[0.0, 1.0]]]]
@@ -154,6 +154,7 @@ _UNDO: dict[str, Callable[[Tensor, float], Tensor]] = {
     "translate-x": _by_picture(lambda p, a: _affine(p, (1, 0, -round(a * p.width), 0, 1, 0))),
     "translate-y": _by_picture(lambda p, a: _affine(p, (1, 0, 0, 0, 1, -round(a * p.height)))),
     "rotate": _by_picture(lambda p, a: _rotate(p, -a)),
+    "posterize": lambda images, bits: images + (2 ** (8 - bits) - 1) / 2 / 255,
     "contrast": _away_from(_mean_grey),
     "brightness": _away_from(torch.zeros_like),
     "saturation": _away_from(_grey),

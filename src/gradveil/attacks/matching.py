@@ -235,7 +235,7 @@ def comparison(
     allowed values a; and the more noise there is, the more an image prior counts:
 
     .. math:: distance(\sqrt w e, \sqrt w v) + unit \cdot \Big(\sum_{w_i = 0} (e_i - a_i)^2 +
-              4 \, variance \cdot pixels \cdot TV(x)\Big) + prior(x)
+              (4 \, variance \cdot pixels + least \cdot |u|^2) \, TV(x)\Big) + prior(x)
 
     4 variance is what a prior of independent Laplace differences of neighbours of mean 0.5 gives. Such differences are
     0.05 in photographs, but they are far from independent; 0.5 was best of 0.02 to 2 (LeNet, CIFAR-10, normal noise of
@@ -276,48 +276,35 @@ def comparison(
             expected.append(simulate(own, weights, inputs, labels, local))
         if know.expect:
             expected = know.expect(expected, updates)
+        images = len(tasks[0].input_shape) == 3
+        variation = total_variation(inputs, rounding=1e-2) if images else inputs.new_zeros(())
         parts = []
         for task, values, update in zip(tasks, expected, updates, strict=True):
+            noise = know.variance(update) if callable(know.variance) else know.variance
+            smooth = 4 * noise / len(updates) * inputs.numel() * variation
             drawn = know.draw(task, values, inputs, labels) if know.draw else [values]
-            parts += [judge(heard(one), heard(update)) for one in drawn]
-        loss = torch.stack(parts).mean() + smoothness(inputs, updates)
+            parts += [judge(heard(one), heard(update), noise, smooth, variation) for one in drawn]
+        loss = torch.stack(parts).mean()
         return loss if prior is None else loss + prior(inputs)
 
-    def judge(values: Gradients, update: Gradients) -> Tensor:
+    def judge(values: Gradients, update: Gradients, noise: Tensor | float, smooth: Tensor, variation: Tensor) -> Tensor:
         reading = know.read(values, update) if know.read else Reading(update)
-        if reading.weights is None:
-            return distance(values, reading.values)
-        roots = {name: weight.sqrt() for name, weight in reading.weights.items()}
-        loss = distance(_times(roots, values), _times(roots, reading.values))
-        if reading.allowed is None:
-            return loss
-        outside = [
-            ((values[name] - reading.allowed[name]).square() * (root == 0)).sum() for name, root in roots.items()
-        ]
-        return loss + torch.stack(outside).sum() * unit_of(update)
-
-    def noise_of(update: Gradients) -> Tensor | float:
-        return know.variance(update) if callable(know.variance) else know.variance
-
-    def squared_length(update: Gradients) -> Tensor:
-        total = torch.stack([value.square().sum() for value in update.values()]).sum()
-        return total.clamp_min(torch.finfo(total.dtype).tiny)
-
-    def unit_of(update: Gradients) -> Tensor:
-        length = squared_length(update)
-        noise = noise_of(update) * sum(value.numel() for value in update.values())
-        return unit(length, (length - noise).maximum(0.01 * length))
-
-    def smoothness(inputs: Tensor, updates: Sequence[Gradients]) -> Tensor:
-        if len(tasks[0].input_shape) != 3:
-            return inputs.new_zeros(())
-        strengths = []
-        for update in map(heard, updates):
-            noise = 4 * noise_of(update) / len(updates) * inputs.numel()
-            strengths.append((noise + least_prior * squared_length(update)) * unit_of(update))
-        return torch.stack(strengths).mean() * total_variation(inputs, rounding=1e-2)
+        told, squares = reading.values, smooth + least_prior * _squared_length(update) * variation
+        if reading.weights is not None:
+            roots = {name: weight.sqrt() for name, weight in reading.weights.items()}
+            if reading.allowed is not None:
+                outside = [((values[n] - reading.allowed[n]).square() * (root == 0)).sum() for n, root in roots.items()]
+                squares = squares + torch.stack(outside).sum()
+            values, told = _times(roots, values), _times(roots, told)
+        length = _squared_length(told).clamp_min(torch.finfo(squares.dtype).tiny)
+        signal = (length - noise * sum(value.numel() for value in told.values())).maximum(0.01 * length)
+        return distance(values, told) + unit(length, signal) * squares
 
     return informed
+
+
+def _squared_length(gradients: Gradients) -> Tensor:
+    return torch.stack([value.square().sum() for value in gradients.values()]).sum()
 
 
 def _times(factors: Gradients, values: Gradients) -> Gradients:

@@ -52,18 +52,19 @@ class LaplaceNoise(Perturbation):
         return rows - self.std / 2**0.5 * centred.sign() * tail.log()
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        r"""The likelihood of Laplace noise is in absolute values, here with the kink rounded off at tau = std / 10.
+        r"""The likelihood of Laplace noise is in absolute values of what is left, here with the kink rounded off.
 
-        .. math:: \frac{\tau \, r^2}{\sqrt{r^2 + \tau^2}} \approx \tau |r|
+        .. math:: \frac{s \, r^2}{\sqrt{r^2 + (s / 5)^2}} \approx s |r|, \quad s = E |r| = std / \sqrt 2
         """
-        rounding = self.std / 10
+        if self.std == 0:
+            return NOTHING_TO_KNOW
+        size = self.std / 2**0.5
 
         def read(expected: Gradients, update: Gradients) -> Reading:
             misfit = {name: expected[name] - value for name, value in update.items()}
-            return Reading(update, {name: rounding * (r.square() + rounding**2).rsqrt() for name, r in misfit.items()})
+            return Reading(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
 
-        if self.std == 0:
-            return NOTHING_TO_KNOW
-        # tau |r| is std tau / sqrt(2) times the log-likelihood, where squares are 2 variance times theirs.
-        variance = rounding * self.std / 8**0.5
+        # Minus the log-likelihood is |r| / s, where that of normal noise is r^2 / (2 variance): s |r| is s^2 times the
+        # one, as r^2 is 2 variance times the other.
+        variance = size**2 / 2
         return {"absolute": Knowledge("adds up absolute values, weighs an image prior", read=read, variance=variance)}

@@ -80,17 +80,18 @@ class SensitivityDriven(StepDefense):
         return gradients
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """That of a defense which adds noise, for those that do (`variance_of`)."""
+        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance_of`)."""
         if self.idle:
             return NOTHING_TO_KNOW
         steps = steps_of(local, batch_size)
         variance = {name: steps * value for name, value in self._guessed_variance(task, batch_size).items()}
+        typical = typical_variance(variance)  # 0: it only clips
         return {
             "weighted": Knowledge(
                 "trusts each coordinate by the noise it should have, weighs an image prior",
                 expect=None if local else each_round(self.clipped),
-                read=read_weighted(variance),
-                variance=typical_variance(variance),
+                read=read_weighted(variance) if typical else None,
+                variance=typical,
             )
         }
 
