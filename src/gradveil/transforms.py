@@ -97,7 +97,7 @@ def apply_policy(text: str, images: Tensor) -> Tensor:
 def undo_policy(text: str, images: Tensor) -> Tensor:
     """What the images were before a policy, as far as it left that in them; the arguments are those of `apply_policy`.
 
-    What moves, scales or mirrors is reversed, and a posterised value becomes the middle of those it stands for. What was
+    What moves, scales or mirrors is reversed; a posterised value becomes the middle of those it stands for. What was
     moved out of the image stays grey, what was clipped stays so, and the transforms that go by the whole histogram
     (equalize, autocontrast) and solarize, which folds it, are left alone.
 
