@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.nn import functional as F
 
 from gradveil import checks, transforms
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
@@ -136,10 +137,13 @@ class ATS(Defense):
         return {"invert": Knowledge("inverts the policy that explains the image found best", after=undo)}
 
     def _undone(self, image: Tensor) -> Tensor:
-        """What the image was before, under the policy that turns it into the same image again most exactly."""
+        """What the image was before, under the policy that turns it into the same image again most exactly.
+
+        Compared are means of 2 x 2 pixels: where a policy rounds, an inexact image jumps, and that averages out.
+        """
         origins = [transforms.undo_policy(policy, image[None]) for policy in self.policies]
         misfits = [
-            float((transforms.apply_policy(policy, origin) - image.clamp(0, 1)).square().mean())
+            float(F.avg_pool2d(transforms.apply_policy(policy, origin) - image.clamp(0, 1), 2).square().mean())
             for policy, origin in zip(self.policies, origins, strict=True)
         ]
         return origins[misfits.index(min(misfits))][0]
