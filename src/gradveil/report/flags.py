@@ -13,9 +13,9 @@ from gradveil.report.scores import gain_over_plain, gain_over_undefended, score,
 from gradveil.report.text import join, percent, plural
 
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
-# Shares of all the descent of a loss, from start to end. On MNIST and LeNet, Inverting Gradients made at most .0005 of it
-# in the last tenth of 80 steps and iDLG cut off at 40 steps up to .0034; iDLG under noise still makes up to .008 after 150
-# steps, which is why only victims that were not recovered count. Restarts ended within .0006.
+# Shares of all the descent of a loss, from start to end. On MNIST and LeNet, Inverting Gradients made at most .0005 of
+# it in the last tenth of 80 steps, iDLG cut off at 40 steps up to .0034. iDLG under noise still makes up to .008 after
+# 150 steps, which is why only victims that were not recovered count. Restarts ended within .0006.
 STILL_FALLING = 0.001
 RESTARTS_APART = 0.01
 ENOUGH = 0.25  # of the victims: fewer raise nothing
