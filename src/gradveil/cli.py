@@ -51,6 +51,8 @@ talk = Console(stderr=True, highlight=False)
 out = Console(highlight=False)
 
 INTERRUPTED = 130
+PIPE_WIDTH = 160
+ROOMY_WIDTH = 120
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -446,11 +448,15 @@ def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> 
 def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> None:
     table = Table(title=title)
     for heading in TRAINING_COLUMNS:
-        table.add_column(heading, justify="left" if heading == "defense" else "right")
-    table.add_column("accuracy by round")
+        table.add_column(heading, justify="left" if heading == "defense" else "right", overflow="fold")
+    # A file or another program has no width of its own.
+    console = out if out.is_terminal else Console(file=out.file, highlight=False, width=PIPE_WIDTH)
+    roomy = console.width >= ROOMY_WIDTH
+    if roomy:
+        table.add_column("accuracy by round")
     for row, result in zip(rows, results.values(), strict=True):
-        table.add_row(*row, sparkline([accuracy for _, accuracy in result.history]))
-    out.print(table)
+        table.add_row(*row, *([sparkline([accuracy for _, accuracy in result.history])] if roomy else []))
+    console.print(table)
 
 
 def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> Path:
