@@ -115,3 +115,17 @@ def test_trace_follows_views_but_not_functions(generator):
     assert all(leaf.follows for leaf in trace(task, torch.rand(1, 1, 2, 2, generator=generator)))
     task = gradveil.Task(Doubled(), input_shape=(1, 2, 2), classes=2)
     assert [leaf.follows for leaf in trace(task, torch.rand(1, 1, 2, 2, generator=generator))] == [False, False]
+
+
+def test_equations_too_many_for_a_matrix_are_counted(monkeypatch):
+    model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.LeakyReLU(), nn.Flatten(), nn.Linear(18, 3))
+    task = gradveil.Task(model, input_shape=(1, 8, 8), classes=3)
+    measured = recursion_ranks(task)[0]
+    monkeypatch.setattr("gradveil.theory.rank.LARGEST_MATRIX", 0)
+    counted = recursion_ranks(task)[0]
+    assert measured.rank <= counted.rank <= counted.forward + counted.gradient
+    assert counted.reason.startswith("at least ")
+    wide = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.LeakyReLU(), nn.Flatten(), nn.Linear(1152, 3))
+    ranks = recursion_ranks(gradveil.Task(wide, input_shape=(1, 12, 12), classes=3))
+    assert ranks[0].reason.startswith("undecided: 144 equations")
+    assert not ranks[0].recoverable

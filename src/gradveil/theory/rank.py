@@ -14,6 +14,8 @@ from gradveil.task import Task
 
 # A singular value below this share of the largest counts as zero.
 TOLERANCE = 1e-6
+LARGEST_MATRIX = 1 << 27
+"""Values of a matrix whose rank is still computed (1 GiB); of larger ones the equations are only counted."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
     in front of few channels are what stops the recursion. A linear layer gives ``k a^T``, which determines a alone.
 
     Ranks are numerical: those of the real equations at the task's weights, one random image, and a random error signal.
-    A layer is judged as if all layers behind it had been passed.
+    A layer is judged as if all layers behind it had been passed. Where a matrix would hold more than `LARGEST_MATRIX`
+    values, what the convolution's output adds is counted instead, which bounds the rank from above.
 
     Args:
         task: the model at the weights to judge.
@@ -185,8 +188,12 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
     by_gradient = gradient_equations(conv, (height, width), signal)
     values, vectors = torch.linalg.eigh(by_gradient.T @ by_gradient)  # [pixels]: the same for every input channel
     told = values > TOLERANCE**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
-    rank = channels * int(told.sum())
-    if not told.all():
+    rank, unknowns = channels * int(told.sum()), channels * pixels
+    left = unknowns - rank
+    counted = left * max(known.numel(), left) > LARGEST_MATRIX
+    if counted:
+        rank += min(left, forward)
+    elif left:
         # What the gradient leaves open in each channel, seen through the convolution.
         hidden = vectors[:, ~told].T.reshape(-1, 1, height, width)
         count, columns = len(hidden), []
@@ -198,12 +205,15 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
         stacked = torch.cat(columns)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
         rank += int((values > TOLERANCE**2 * conv.weight.square().sum()).sum())
-    unknowns, gradient = channels * pixels, channels * len(by_gradient)
+    gradient = channels * len(by_gradient)
     reason = ""
-    if rank < unknowns:
+    if counted and rank == unknowns:
+        reason = f"undecided: {rank} equations for as many input values, too many to compute their rank"
+    elif rank < unknowns:
+        least = "at least " if counted else ""
         reason = (
-            f"{unknowns - rank} of {unknowns} input values stay undetermined: {forward} of {known.numel()} outputs are "
-            f"known, and the weight gradient tells {channels} x {int(told.sum())} of {channels} x {pixels}"
+            f"{least}{unknowns - rank} of {unknowns} input values stay undetermined: {forward} of {known.numel()} "
+            f"outputs are known, and the weight gradient tells {channels} x {int(told.sum())} of {channels} x {pixels}"
         )
     return LayerRank(leaf.name, type(conv).__name__, unknowns, forward, gradient, rank, reason)
 
