@@ -123,7 +123,7 @@ class AlignedDualPruning(Perturbation):
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """What arrived is the gradient. The rest is in no order: it may lie outside another client's set."""
-        return {"arrived": Knowledge("matches what arrived", read=read_arrived)}
+        return {"arrived": Knowledge("matches what arrived", read=read_arrived, sends_values=True)}
 
     def _set_size(self, values: int) -> int:
         return min(values, share_of(2 * self.keep, values, math.ceil))

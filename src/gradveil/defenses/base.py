@@ -468,11 +468,15 @@ class ErrorFeedback(Defense):
         }
 
     def _expect(self, inner: Knowledge) -> Expect:
+        def unsent(wanted: Tensor, sent: Tensor) -> Tensor:
+            return torch.where(sent != 0, 0, wanted) if inner.sends_values else wanted - sent
+
         def expect(gradients: Sequence[Gradients], updates: Sequence[Gradients]) -> list[Gradients]:
             wanted: list[Gradients] = []
             for values, before in zip(gradients, [None, *updates[:-1]], strict=True):
                 if before is not None:
-                    values = {n: v + self._left(wanted[-1][n] - before[n], before[n]) for n, v in values.items()}
+                    left = {name: self._left(unsent(wanted[-1][name], sent), sent) for name, sent in before.items()}
+                    values = {name: value + left[name] for name, value in values.items()}
                 wanted.append(values)
             return inner.expect(wanted, updates) if inner.expect else wanted
 

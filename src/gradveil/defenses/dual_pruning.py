@@ -69,9 +69,10 @@ class DualPruning(Perturbation):
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """What arrived is the gradient; what did not is larger than all of it, or smaller."""
         return {
-            "arrived": Knowledge("matches what arrived", read=read_arrived),
+            "arrived": Knowledge("matches what arrived", read=read_arrived, sends_values=True),
             "ordered": Knowledge(
                 "matches what arrived; the rest must be larger or smaller than all of it",
                 read=read_ranked(withheld_top=True),
+                sends_values=True,
             ),
         }

@@ -55,6 +55,7 @@ class Knowledge:
         draw: ``(task, gradients, inputs, labels)``: several simulated updates of a candidate, over which the cost is
             averaged. Not vmapped, so attacks on it go victim by victim.
         read: ``(expected, update)``: what the update tells about the gradient.
+        sends_values: what is sent and not zero is the value itself; error feedback then holds nothing back of it.
         variance: of the noise on a coordinate of weight 1; ``(update)`` gives it where it depends on the update. The
             larger, the more the attacker trusts an image prior.
         after: makes of the images ``[N, C, H, W]`` that the inversion found those that are returned. Not vmapped.
@@ -71,6 +72,7 @@ class Knowledge:
     expect: Expect | None = None
     draw: Draw | None = None
     read: Callable[[Gradients, Gradients], Reading] | None = None
+    sends_values: bool = False
     variance: float | Callable[[Gradients], Tensor] = 0.0
     after: Callable[[Tensor], Tensor] | None = None
     single_gradient: bool = False

@@ -51,7 +51,9 @@ class TopK(Perturbation):
         """What arrived is the gradient; what did not is smaller."""
         return {
             "ordered": Knowledge(
-                "matches what arrived; the rest must be smaller", read=read_ranked(withheld_top=False)
+                "matches what arrived; the rest must be smaller",
+                read=read_ranked(withheld_top=False),
+                sends_values=True,
             ),
-            "arrived": Knowledge("matches what arrived", read=read_arrived),
+            "arrived": Knowledge("matches what arrived", read=read_arrived, sends_values=True),
         }
