@@ -80,7 +80,7 @@ class SensitivityDriven(StepDefense):
         return gradients
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance_of`)."""
+        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`)."""
         if self.idle:
             return NOTHING_TO_KNOW
         steps = steps_of(local, batch_size)
@@ -95,14 +95,14 @@ class SensitivityDriven(StepDefense):
             )
         }
 
-    def variance_of(self, sensitivity: Gradients, weight: Gradients) -> Gradients:
+    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
         """The noise variance of each coordinate, from its s^2 and g^2."""
         raise NotImplementedError(f"{self.name} adds no noise")
 
     def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
         """The variance in use: known in the global form; in the local one that of random images, averaged."""
         if self.measured is not None:
-            return self.variance_of(*self.measured)
+            return self.variance(*self.measured)
         generator = derived_generator(0, "guessed variance", device=task.device)
         total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for _ in range(GUESSES):
@@ -111,7 +111,7 @@ class SensitivityDriven(StepDefense):
             labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
             weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
             sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
-            for name, value in self.variance_of(sensitivity, weight).items():
+            for name, value in self.variance(sensitivity, weight).items():
                 total[name] += value / GUESSES
         return total
 

@@ -97,9 +97,9 @@ class OptimalDpSgd(SensitivityDriven):
         """That of the prepared global form."""
         return None if self.measured is None or self.std == 0 else self._variance(*self.measured, None)
 
-    def variance_of(self, sensitivity: Gradients, weight: Gradients) -> Gradients:
+    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
         """The noise variance of each coordinate that was not clipped, from its s^2 and g^2."""
-        return self._variance(sensitivity, weight, None)
+        return self._variance(dict(sensitivity), dict(weight), None)
 
     def _variance(self, sensitivity: Gradients, weight: Gradients, where: Gradients | None) -> Gradients:
         return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise, where=where)

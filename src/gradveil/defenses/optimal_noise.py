@@ -79,7 +79,7 @@ class OptimalNoise(SensitivityDriven):
         """No noise, nothing to do."""
         return self.std == 0
 
-    def variance_of(self, sensitivity: Gradients, weight: Gradients) -> Gradients:
+    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
         """The noise variance of each coordinate, from its s^2 and g^2."""
         return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise)
 
@@ -87,8 +87,8 @@ class OptimalNoise(SensitivityDriven):
         self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
     ) -> Gradients:
         """Add the noise."""
-        return add_noise(gradients, self.variance_of(sensitivity, weight), generator)
+        return add_noise(gradients, self.variance(sensitivity, weight), generator)
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """That of the prepared global form."""
-        return None if self.measured is None or self.idle else self.variance_of(*self.measured)
+        return None if self.measured is None or self.idle else self.variance(*self.measured)
