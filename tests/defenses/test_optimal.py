@@ -122,7 +122,7 @@ def test_local_noise_follows_sensitivity_over_gradient(tiny_task, tiny_batch):
     expected = expected.clamp_max(100 * expected[expected > 0].median())
     expected = expected / expected.mean() * 0.04
     defense = gradveil.defense("optimal-noise", std=0.2)
-    variance = defense.variance_of(
+    variance = defense.variance(
         tiny_task.sensitivity(*tiny_batch, 3000, generator=seeded()), {n: v.square() for n, v in gradients.items()}
     )
     torch.testing.assert_close(flat(variance), expected, rtol=0.12, atol=0)
