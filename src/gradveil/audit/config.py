@@ -23,7 +23,7 @@ DEFENSES = (
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = ("idlg:iterations=300", "inverting-gradients:optimiser=lbfgs,iterations=150,tv=0.01")
+ATTACKS = ("idlg:iterations=200", "inverting-gradients:optimiser=lbfgs,iterations=150,tv=0.01")
 
 
 @dataclass(frozen=True)
