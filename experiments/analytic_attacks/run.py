@@ -301,6 +301,23 @@ def zoo(rounds: int) -> Row:
     return {"findings": rows, "alarms": [name for name, found in rows.items() if found]}
 
 
+def well_trained() -> Row:
+    """Findings on models that have learned their task, which those of the zoo after a few rounds have not."""
+    rows = {}
+    for settings in CONFIG["inspect"]["well-trained"]:
+        dataset = data.load(settings["dataset"])
+        name, parameters = parse_spec(settings["model"])
+        shape = dataset.train.input_shape
+        model = models.create(name, input_shape=shape, classes=10, seed=SEED, **parameters)
+        scale = {key: shape[0] * [settings[key]] for key in ("mean", "std")}
+        task = gradveil.Task(model, input_shape=shape, classes=10, **scale)
+        trained = train(task, dataset, gradveil.defense("none"), Training(**settings["training"], seed=SEED))
+        rows[f"{settings['model']} on {settings['dataset']}, accuracy {trained.accuracy:.3f}"] = kinds(
+            trained.task.copy_model()
+        )
+    return {"findings": rows, "alarms": [name for name, found in rows.items() if found]}
+
+
 def jittered(jitter: float, bins: int) -> Row:
     """An imprint block whose rows were drawn apart by noise of a relative size: seen? and still working?"""
     dataset, task = data.load(CONFIG["dataset"]), task_of("lenet")
@@ -363,6 +380,7 @@ def cases(parts: list[str]) -> Iterator[tuple[str, Callable[[], Row]]]:
                     lambda jitter=jitter, bins=bins: jittered(jitter, bins),
                 )
         yield "inspect the zoo", lambda: zoo(settings["rounds"])
+        yield "inspect well-trained models", well_trained
 
 
 PARTS = ["r-gap", "ranks", "robbing-the-fed", "batches", "loki", "inspect"]
