@@ -18,12 +18,11 @@ from gradveil.registry import format_spec, parse_spec
 DEFENSES = (
     "none",
     "gaussian-noise:std=0.1",
-    "laplace-noise:std=0.1",
     "top-k:keep=0.1",
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = ("idlg:iterations=200", "inverting-gradients:optimiser=lbfgs,iterations=150,tv=0.01")
+ATTACKS = ("idlg:iterations=200", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
 
 
 @dataclass(frozen=True)
