@@ -206,6 +206,14 @@ def test_attackers_that_were_not_adapted_are_said_only_where_a_defense_stops_the
     assert "no attacker was adapted" not in caveats(make_audit(defenses=[NONE, TOP_K]))
 
 
+def test_a_defense_that_stops_attackers_by_wrong_labels_is_said(make_audit):
+    made = make_audit(defenses=[NONE, NOISE])
+    assert "inferred wrongly" not in caveats(made)
+    for row in made.rows("gaussian-noise"):
+        row["label_correct"] = 0.0
+    assert "`gaussian-noise:std=0.1`: most labels were inferred wrongly" in caveats(made)
+
+
 def test_what_only_an_adaptive_attacker_recovers_is_said(make_audit):
     made = make_audit(defenses=[NONE, NOISE])
     adapted(made, "gaussian-noise", leaks=3)

@@ -6,6 +6,7 @@ Sentences put names and commands between backticks; the page sets these as code,
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
 
 from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
@@ -16,6 +17,7 @@ from gradveil.report.text import join, percent, plural
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
 NAMED_TOGETHER = 6  # more than this are only counted in it
+MISLED = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
 
 
 class Outcome(Enum):
@@ -269,6 +271,18 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
         yield (
             f"{_names(unknown)}: no attacker was adapted to the defense; one that knows the defense may recover more."
         )
+    misled = [defense for defense in stopping if _labels_right(audit, defense) < MISLED]
+    if misled:
+        yield (
+            f"{_names(misled)}: most labels were inferred wrongly, and with a wrong label no image is found. An "
+            "attacker who has the labels, or tries them all, may recover more: see `--labels known`."
+        )
+
+
+def _labels_right(audit: Audit, defense: str) -> float:
+    """Share of the labels that the attackers of a defense had right."""
+    known = [row.label_correct for row in audit.attempts if row.defense == defense and row.label_correct is not None]
+    return fmean(known) if known else 1.0
 
 
 def _blind_caveats(audit: Audit) -> Iterator[str]:
