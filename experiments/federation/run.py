@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 import shutil
 import sys
 import tempfile
@@ -24,7 +23,7 @@ import torch
 
 import gradveil
 from gradveil import data, models
-from gradveil.audit.store import JsonLines
+from gradveil.audit.store import JsonLines, slug
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
 from gradveil.federation.local import performance_maintenance
@@ -140,7 +139,7 @@ def main() -> None:
                 with tempfile.TemporaryDirectory() as folder:
                     row = run(setting, spec, dataset, 2, Path(folder))
             else:
-                folder = CHECKPOINTS / re.sub(r"[^a-zA-Z0-9.=]+", "-", f"{setting}-{spec}")
+                folder = CHECKPOINTS / slug(f"{setting}-{spec}")
                 row = run(setting, spec, dataset, None, folder)
                 JsonLines(RESULTS).append([row])
                 shutil.rmtree(folder)

@@ -4,7 +4,6 @@ import dataclasses
 import inspect
 import json
 import math
-import re
 import shlex
 import sys
 import time
@@ -27,7 +26,7 @@ from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import Row, prepare_folder, write_json
+from gradveil.audit.store import Row, prepare_folder, slug, write_json
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -272,7 +271,7 @@ def train(
                     training,
                     watch=watch,
                     execution=settings.execution,
-                    checkpoint=None if output is None else output / "checkpoints" / _slug(str(chosen)),
+                    checkpoint=None if output is None else output / "checkpoints" / slug(str(chosen)),
                     resume=resume,
                 )
     except KeyboardInterrupt:
@@ -467,11 +466,6 @@ def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], 
         lay_out("training loss", loss, percent=False),
     ]
     return write_curves(folder / "training.html", f"Training {title}", charts, TRAINING_COLUMNS, rows)
-
-
-def _slug(text: str) -> str:
-    """A defense as the name of a folder."""
-    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")
 
 
 @contextmanager

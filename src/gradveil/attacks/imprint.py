@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from gradveil.attacks.base import Found
+from gradveil.attacks.engine import Solution
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
 
 COPIES = 2
+DECODE, DECODE_BIAS = "imprint.decode.weight", "imprint.decode.bias"
 # How strongly the block changes the images that the model gets to see, root mean square.
 DISTURBANCE = 0.01
 GREY = 0.5
@@ -302,3 +305,13 @@ def labels_of(task: Task, images: Tensor, weights: Tensor, decode_weight: str, d
     factors = factors / factors.norm(dim=-1, keepdim=True).clamp_min(tiny)
     matches: Tensor = (factors * weights[:, None]).sum(-1)
     return matches.argmax(1)
+
+
+def recover(owner: str, task: Task, bins: Bins, count: int) -> Found:
+    """The `count` best images of each victim with their labels, out of what all bins of the attack `owner` say."""
+    picked = pick(bins, count)
+    images = as_images(task, picked.images)
+    names = locate(owner, task.parameters, DECODE, DECODE_BIAS)
+    labels = torch.stack([labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)])
+    solution = Solution(images, picked.loss, torch.zeros(len(images), dtype=torch.long), False)
+    return Found(images, solution, "batch", labels, picked.certain)

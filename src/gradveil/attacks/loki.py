@@ -8,13 +8,12 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks import imprint
 from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress, Solution
+from gradveil.attacks.engine import Progress
 from gradveil.models.base import image_shape
 from gradveil.models.malicious import ClientImprint, Imprinted
 from gradveil.task import Task
 
 SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.encode.weight"
-DECODE, DECODE_BIAS = "imprint.decode.weight", "imprint.decode.bias"
 
 
 @ATTACKS.register("loki")
@@ -146,11 +145,4 @@ class Loki(Attack):
         execution: str,
     ) -> Found:
         """Read the blocks of all clients; the best bins are the images."""
-        picked = imprint.pick(self.read(task, targets), threat.batch_size)
-        images = imprint.as_images(task, picked.images)
-        names = imprint.locate(self.name, task.parameters, DECODE, DECODE_BIAS)
-        found_labels = torch.stack(
-            [imprint.labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)]
-        )
-        solution = Solution(images, picked.loss, torch.zeros(len(images), dtype=torch.long), False)
-        return Found(images, solution, "batch", found_labels, picked.certain)
+        return imprint.recover(self.name, task, self.read(task, targets), threat.batch_size)

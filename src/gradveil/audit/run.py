@@ -3,7 +3,6 @@
 import math
 import os
 import platform
-import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as create_attack
 from gradveil.audit.config import AuditConfig, read_config
 from gradveil.audit.match import Costs, Price, match
-from gradveil.audit.store import JsonLines, Row, prepare_folder, write_json
+from gradveil.audit.store import JsonLines, Row, prepare_folder, slug, write_json
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
@@ -69,7 +68,7 @@ class Step:
 
 def default_folder(config: AuditConfig) -> Path:
     """Where an audit goes unless told otherwise; different configs go to different folders."""
-    stem = "-".join(_slug(Path(parse_spec(spec)[0]).name) for spec in (config.dataset, config.model))
+    stem = "-".join(slug(Path(parse_spec(spec)[0]).name) for spec in (config.dataset, config.model))
     return Path("audits") / f"{stem}-{config.digest}"
 
 
@@ -521,7 +520,7 @@ class _Bench:
         guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
         score = self.scorer.score(self.images[victim], *guess)
         against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
-        stem = _slug(f"{defense}-{attack}{'-adaptive' if adaptive else ''}") if attack else BLIND_GUESS
+        stem = slug(f"{defense}-{attack}{'-adaptive' if adaptive else ''}") if attack else BLIND_GUESS
         return {
             "defense": defense.name if defense else None,
             "defense_params": defense.parameters if defense else {},
@@ -619,7 +618,3 @@ def _trained_on(memory: dict[str, Tensor]) -> Tensor | None:
 def _finite(value: float) -> float | None:
     """JSON has no word for NaN and infinity."""
     return value if math.isfinite(value) else None
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,15 @@ from typing import Any
 from gradveil.errors import DataError, OutputError
 
 Row = dict[str, Any]
+
+
+def slug(text: str) -> str:
+    """A spec as the name of a file or folder.
+
+    >>> slug("top-k:keep=0.1+error-feedback")
+    'top-k-keep=0.1-error-feedback'
+    """
+    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")
 
 
 def prepare_folder(folder: Path) -> None:
