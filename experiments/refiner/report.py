@@ -205,7 +205,7 @@ def main() -> None:
         if any(row["model"] == model and row["kind"] == "attack" for row in found.values()):
             lines += curve_table(found, model)
     lines += adaptive_table(found)
-    lines += ablation_tables(found, "uniform", 10) + ablation_tables(found, "gelu", 0.1)
+    lines += ablation_tables(found, "uniform", 10) + ablation_tables(found, "normalised", 0.9)
     Path(HERE / "tables.md").write_text("\n".join(lines))
     print("\n".join(lines))
     draw_curve(found)
