@@ -228,7 +228,12 @@ def test_a_model_near_chance(good):
 def test_a_model_that_was_still_learning(good):
     good.utility[1]["history"] = [0.1 * step for step in range(10)]
     assert names(good) == ["training-too-short"]
-    assert "under `gaussian-noise:std=0.1` were still learning: up to 20 points" in text_of(good, "training-too-short")
+    assert "under `gaussian-noise:std=0.1` were still learning: up to 20.0 points" in text_of(good, "training-too-short")
+
+
+def test_a_flat_curve_that_jumps_was_not_still_learning(good):
+    good.utility[1]["history"] = [0.5, 0.8, 0.9, 0.92, 0.93, 0.92, 0.935, 0.921, 0.93, 0.944]
+    assert names(good) == []
 
 
 def test_a_few_evaluations_or_none_tell_nothing(good):

@@ -34,25 +34,30 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     r"""The labels behind an update.
 
     With cross-entropy the bias gradient of class c is ``mean_i p_ic - count_c / batch_size``: for one image only the
-    true class is negative (Zhao et al., iDLG, 2020). For a batch, the model's mean prediction on uniform noise stands
-    in for the unknown ``mean_i p_ic``, and the counts are dealt out one by one to the class that lacks most.
+    true class is negative (Zhao et al., iDLG, 2020), and as large as all others together. For a batch, the model's mean
+    prediction on uniform noise stands in for the unknown ``mean_i p_ic``, and the counts are dealt out one by one to
+    the class that lacks most.
 
-    A classifier without bias gives the same for one image through the row sums of its weight gradient,
-    ``(p_c - [c = y]) sum_j r_j``, if the features r are mostly positive, as after ReLU or sigmoid.
+    For one image the row sums of the weight gradient say the same, ``(p_c - [c = y]) sum_j r_j``, if the features r are
+    mostly positive, as after ReLU or sigmoid. They are asked where there is no bias, or where its gradient is not one
+    that an image can have: a defense that withholds or replaces the one value that tells, as dual pruning does, leaves
+    many of the row's values, all with the same sign.
     """
     if task.classifier is None:
         raise ThreatModelError("label inference: the model has no linear classifier to read labels from")
-    if task.classifier.bias is not None:
-        pull = update[task.classifier.bias]
-    elif batch_size == 1:
-        pull = update[task.classifier.weight].sum(1)
-    else:
+    if batch_size == 1:
+        by_weight = update[task.classifier.weight].sum(1)
+        by_bias = by_weight if task.classifier.bias is None else update[task.classifier.bias]
+        if _has_one_negative(by_bias) and by_bias.max() <= -by_bias.min():
+            return LabelGuess(by_bias.argmin()[None], ambiguous=False)
+        if _has_one_negative(by_weight):  # which may be small: of the label's row, the largest are withheld
+            return LabelGuess(by_weight.argmin()[None], ambiguous=False)
+        return LabelGuess(by_bias.argmin()[None], ambiguous=True)
+    if task.classifier.bias is None:
         raise ThreatModelError(
             "label inference: a batch needs a classifier with a bias; use ThreatModel(labels='known', known_labels=...)"
         )
-    if batch_size == 1:
-        return LabelGuess(pull.argmin()[None], ambiguous=not bool((pull < 0).sum() == 1))
-    pull = pull / weight_of(local, batch_size)  # an update sums the gradients of its local steps
+    pull = update[task.classifier.bias] / weight_of(local, batch_size)  # an update sums the gradients of its steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )
@@ -64,3 +69,7 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
         lacking[label] -= 1
         labels.append(label)
     return LabelGuess(torch.tensor(sorted(labels), device=task.device), bool(lacking.abs().max() > 0.5))
+
+
+def _has_one_negative(pull: Tensor) -> bool:
+    return bool((pull < 0).sum() == 1)

@@ -6,6 +6,7 @@ some of the figures, raise no flag that needs them.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from gradveil.audit.statistics import possible_share
 from gradveil.report.read import UNDEFENDED, Attempt, Audit
@@ -22,7 +23,7 @@ ENOUGH = 0.25  # of the victims: fewer raise nothing
 LEAST_HARM = 0.5  # dB that a stronger attacker must lose before it is called worse
 NOTHING = 1e-9  # of the gradient's power: rounding
 LPIPS_CLOSE = 0.5  # of the blind guess's distance: what looks so much nearer was not guessed
-STILL_LEARNING = 0.02  # accuracy gained in the last fifth of a training
+STILL_LEARNING = 0.02  # accuracy gained from one fifth of a training to the next
 NAMED = 4  # more than this are only counted in a sentence
 
 
@@ -161,8 +162,8 @@ TOO_FEW_VICTIMS = Flag(
 TRAINING_TOO_SHORT = Flag(
     "training-too-short",
     "The trainings are too short to compare",
-    "the undefended model is near chance, or a model gained more than 2 points of accuracy in the last fifth of its "
-    "rounds.",
+    "the undefended model is near chance, or a model was more than 2 points of accuracy better in the last fifth of "
+    "its rounds than in the fifth before, on average.",
     "Before the end of learning a defense that delays looks like one that costs, and one that costs only in the end "
     "looks free. PMM then measures speed, not what the defense costs.",
     "More rounds (`--rounds`), or a higher learning rate (`--lr`), until the curves are flat.",
@@ -284,19 +285,23 @@ def _training_too_short(audit: Audit) -> Iterator[str]:
             f"The undefended model is near chance{reached}, so the share of accuracy that a defense keeps "
             "(PMM) is not given: train longer (`--rounds`)."
         )
-    gains = {row.defense: row.history[-1] - _before(row.history) for row in audit.utility.values() if row.history}
+    gains = {row.defense: _late_gain(row.history) for row in audit.utility.values()}
     learning = [defense for defense, gain in gains.items() if gain > STILL_LEARNING]
     if learning:
         most = max(gains[defense] for defense in learning)
         yield (
-            f"The models under {_names(learning)} were still learning: up to {100 * most:.0f} points of accuracy in "
-            "the last fifth of the rounds."
+            f"The models under {_names(learning)} were still learning: up to {100 * most:.1f} points of accuracy from "
+            "the last but one fifth of the rounds to the last."
         )
 
 
-def _before(history: Sequence[float]) -> float:
-    """The accuracy before the last fifth of the evaluations, which are evenly spaced; the last if there are few."""
-    return history[-1 - len(history) // 5]
+def _late_gain(history: Sequence[float]) -> float:
+    """From the last but one fifth of the evaluations, which are evenly spaced, to the last; 0 if there are too few.
+
+    Means, because a single accuracy on a thousand images is uncertain by almost a point.
+    """
+    fifth = len(history) // 5
+    return fmean(history[-fifth:]) - fmean(history[-2 * fifth : -fifth]) if fifth else 0.0
 
 
 _CHECKS: dict[Flag, Callable[[Audit], Iterator[str]]] = {
