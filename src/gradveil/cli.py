@@ -109,8 +109,7 @@ def audit(
     rounds: Annotated[int | None, typer.Option(help="Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, typer.Option(help="Clients in that training.")] = None,
     client_batch: Annotated[int | None, typer.Option(help="Images a client trains on in a round.")] = None,
-    optimiser: Annotated[str | None, typer.Option(help="The server's in that training: sgd or adam.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Its learning rate.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for the results.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an audit: only what is missing runs.")] = False,
@@ -132,7 +131,6 @@ def audit(
         "rounds": rounds,
         "clients": clients,
         "client_batch": client_batch,
-        "optimiser": optimiser,
         "lr": lr,
         "seed": seed,
     }

@@ -228,7 +228,7 @@ def test_a_model_near_chance(good):
 def test_a_model_that_was_still_learning(good):
     good.utility[1]["history"] = [0.1 * step for step in range(10)]
     assert names(good) == ["training-too-short"]
-    assert "under `gaussian-noise:std=0.1` were still learning: up to 20.0 points" in text_of(good, "training-too-short")
+    assert "`gaussian-noise:std=0.1` were still learning: up to 20.0 points" in text_of(good, "training-too-short")
 
 
 def test_a_flat_curve_that_jumps_was_not_still_learning(good):

@@ -13,13 +13,12 @@ from gradveil.attacks import create as create_attack
 from gradveil.audit.match import Price
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, ParameterError
-from gradveil.federation.training import OPTIMISERS
 from gradveil.registry import format_spec, parse_spec
 
 DEFENSES = (
     "none",
-    "gaussian-noise:std=0.1",
-    "top-k:keep=0.1",
+    "gaussian-noise:std=0.3",
+    "top-k:keep=0.2",
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
@@ -51,8 +50,7 @@ class AuditConfig:
         rounds: federated training rounds behind accuracy, time and bytes.
         clients: clients in that training.
         client_batch: images a client trains on in a round.
-        optimiser: the server's in that training, ``"sgd"`` or ``"adam"``.
-        lr: its learning rate.
+        lr: learning rate of that training.
         seed: everything random derives from it.
 
     Example:
@@ -75,15 +73,13 @@ class AuditConfig:
     rounds: int = 500
     clients: int = 10
     client_batch: int = 16
-    optimiser: str = "adam"
-    lr: float = 0.005
+    lr: float = 0.015
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
             checks.integer("audit", name, getattr(self, name), low=1)
         checks.integer("audit", "seed", self.seed, low=0)
-        checks.choice("audit", "optimiser", self.optimiser, OPTIMISERS)
         checks.number("audit", "lr", self.lr, above=0)
         # Building each method checks its name and parameters before anything runs.
         defenses = _unique("defense", [str(create_defense(spec)) for spec in self.defenses])

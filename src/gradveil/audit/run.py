@@ -564,7 +564,6 @@ class _Bench:
             rounds=config.rounds,
             clients=config.clients,
             batch_size=config.client_batch,
-            optimiser=config.optimiser,
             lr=config.lr,
             evaluate_every=max(1, config.rounds // 10),
             seed=config.seed,
