@@ -17,6 +17,7 @@ every round of their victim.
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +32,7 @@ import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks.labels import infer_labels
 from gradveil.audit.run import choose_execution
+from gradveil.audit.statistics import paired_difference
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW
 from gradveil.federation.local import as_batch, split_public
 from gradveil.randomness import derived_generator
@@ -43,6 +44,12 @@ SEED = CONFIG["seed"]
 METRICS = ("psnr", "ssim", "lpips")
 FIGURES = (*METRICS, "labels_right", "loss")
 PLAIN = next(iter(NOTHING_TO_KNOW))
+BLIND = "blind-guess"
+INTRODUCTION = """Written by `run.py --table > README.md` from results.jsonl.
+CIFAR-10, single images at the initial weights; median PSNR in dB / SSIM / LPIPS over the victims. Gains are medians of
+the paired differences in PSNR with their bootstrap interval (of few victims: each difference); one that is
+significantly negative would be bold. The blind guess is the public mean image of the class, which needs no gradient.
+What the forms are: [adaptive attackers](../../docs/adaptive-attackers.md)."""
 Row = dict[str, Any]
 
 
@@ -97,6 +104,10 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
     task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
     order = torch.randperm(len(dataset().test), generator=derived_generator(SEED, "victims"))[:victims]
     images, labels = as_batch(task, dataset().test.batch(order))
+    if case["attack"] == BLIND:
+        split = dataset().train
+        guess = metrics.blind_guess(split.images[places], split.labels[places], labels, classes=task.classes)
+        return measured(images, labels, guess[:, None], labels[:, None])
     seen = observe(task, defense, images, labels, case["rounds"])
     known = {"labels": "known", "known_labels": labels[:, None]} if case["labels"] == "known" else {}
     forms = defense.adapt(task)
@@ -115,14 +126,17 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
         generator=derived_generator(SEED, "attack"),
         execution=choose_execution(task, 1),
     )
+    loss = [float(f"{value:.4g}") for value in found.loss.tolist()]
+    return {**measured(images, labels, found.inputs, found.labels), "loss": loss, **named}
+
+
+def measured(images: Tensor, labels: Tensor, found: Tensor, guessed: Tensor) -> Row:
     rows = [
-        scorer().score(image[None], guess.float(), label[None], guessed, None)
-        for image, guess, label, guessed in zip(images, found.inputs, labels, found.labels, strict=True)
+        scorer().score(image[None], inputs.float(), label[None], guess, None)
+        for image, inputs, label, guess in zip(images, found, labels, guessed, strict=True)
     ]
     figures: Row = {m: [None if row[m] is None else round(row[m], 4) for row in rows] for m in METRICS}  # type: ignore[literal-required]
-    figures["labels_right"] = sum(row["label_correct"] for row in rows)
-    figures["loss"] = [float(f"{value:.4g}") for value in found.loss.tolist()]
-    return {**figures, **named}
+    return {**figures, "labels_right": sum(row["label_correct"] for row in rows)}
 
 
 def same_by_construction(
@@ -138,10 +152,15 @@ def same_by_construction(
     return None
 
 
+def blind(setting: str) -> Row:
+    return {"setting": setting, "defense": "none", "attack": BLIND, "adaptive": False, "labels": "known", "rounds": 1}
+
+
 def cases(settings: list[str]) -> Iterator[Row]:
     """First the comparison itself, then what stands apart from it."""
     for setting in settings:
         config = CONFIG["settings"][setting]
+        yield blind(setting)
         pairs = [
             {"setting": setting, "defense": defense, "attack": name}
             for defense in config["defenses"]
@@ -170,34 +189,47 @@ def read(results: Path) -> dict[tuple[Any, ...], Row]:
     return {key(row): row for row in map(json.loads, lines)}
 
 
-def interval(differences: list[float]) -> tuple[float, float]:
-    """95 % of the medians of victims drawn again with replacement; the differences are paired."""
-    values = np.asarray(differences)
-    places = np.random.default_rng(0).integers(len(values), size=(10_000, len(values)))
-    low, high = np.quantile(np.median(values[places], axis=1), [0.025, 0.975])
-    return float(low), float(high)
+def gain(adaptive: Row, plain: Row) -> str:
+    """PSNR that the adaptive attacker has more, paired by victim; bold if it is significantly less."""
+    found = paired_difference(dict(enumerate(adaptive["psnr"])), dict(enumerate(plain["psnr"])))
+    assert found is not None
+    if not math.isfinite(found.low):  # too few victims
+        return ", ".join(f"{a - b:+.1f}" for a, b in zip(adaptive["psnr"], plain["psnr"], strict=True))
+    text = f"{found.estimate:+.1f} ({found.low:+.1f} to {found.high:+.1f})"
+    return f"**{text}**" if found.high < 0 else text
+
+
+def medians(row: Row) -> str:
+    values = [None if None in row[metric] else statistics.median(row[metric]) for metric in METRICS]
+    pairs = zip(values, (1, 2, 2), strict=True)
+    return " / ".join("–" if value is None else f"{value:.{digits}f}" for value, digits in pairs)
 
 
 def table(results: Path, settings: list[str]) -> str:
-    done = read(results)
-    lines = [
-        "| defense | attack | labels | rounds | attacker | PSNR | SSIM | LPIPS | PSNR gained (95 %) |",
-        "|---" * 9 + "|",
-    ]
+    """Markdown: a section for each setting, labels and number of rounds; plain and adaptive attacker side by side."""
+    done, lines = read(results), ["# What an attacker gains who knows the defense", "", INTRODUCTION]
+    head = None
     for case in cases(settings):
-        row = done.get(key(case))
-        plain = done.get(key({**case, "adaptive": False}))
-        if row is None:
+        plain, adaptive = done.get(key({**case, "adaptive": False})), done.get(key(case))
+        if plain is None or adaptive is None or not case["adaptive"]:
             continue
-        medians = ["–" if None in row[m] else f"{statistics.median(row[m]):.3g}" for m in METRICS]
-        gain = ""
-        if plain and case["adaptive"]:
-            differences = [a - b for a, b in zip(row["psnr"], plain["psnr"], strict=True)]
-            low, high = interval(differences)
-            gain = f"{statistics.median(differences):+.1f} ({low:+.1f} to {high:+.1f})"
-        attacker = f"adaptive: {row['form']}" if case["adaptive"] else "plain"
-        cells = [case["defense"].replace("|", " or "), case["attack"], case["labels"], case["rounds"], attacker]
-        lines.append("| " + " | ".join(map(str, [*cells, *medians, gain])) + " |")
+        labels = "known" if case["labels"] == "known" else "inferred"
+        section = f"{case['setting']}: labels {labels}, {case['rounds']} round{'s' if case['rounds'] > 1 else ''}"
+        if section != head:
+            head = section
+            lines += ["", f"## {section}", ""]
+            if guess := done.get(key(blind(case["setting"]))):
+                lines += [f"Blind guess: {medians(guess)}.", ""]
+            lines.append("| defense | attack | plain | adaptive | form | gain, dB (95 %) |")
+            lines.append("|---" * 6 + "|")
+            if labels == "inferred":
+                lines[-2] = lines[-2].removesuffix("|") + "| labels right |"
+                lines[-1] += "---|"
+        cells = [case["defense"].replace("|", " or "), case["attack"], medians(plain), medians(adaptive)]
+        cells += [adaptive["form"], gain(adaptive, plain)]
+        if labels == "inferred":
+            cells.append(f"{adaptive['labels_right']:.0f} of {len(adaptive['psnr'])}")
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
