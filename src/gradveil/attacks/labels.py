@@ -10,6 +10,8 @@ from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, weight_of
 
+ROUNDING = 1e-4
+
 
 @dataclass(frozen=True)
 class LabelGuess:
@@ -17,8 +19,8 @@ class LabelGuess:
 
     Args:
         labels: sorted, ``[batch_size]``.
-        ambiguous: True if the count of some class was off a whole number by more than a half, so that another count
-            would fit as well or better.
+        ambiguous: of one image, True if no class stands out; of a batch, if the count of some class was off a whole
+            number by more than a half, so that another count would fit as well or better.
 
     Example:
         >>> LabelGuess(torch.tensor([0, 3, 3]), ambiguous=False).labels.tolist()
@@ -48,9 +50,9 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     if batch_size == 1:
         by_weight = update[task.classifier.weight].sum(1)
         by_bias = by_weight if task.classifier.bias is None else update[task.classifier.bias]
-        if _has_one_negative(by_bias) and by_bias.max() <= -by_bias.min():
+        if _points_at_one(by_bias) and by_bias.max() <= -(1 + ROUNDING) * by_bias.min():
             return LabelGuess(by_bias.argmin()[None], ambiguous=False)
-        if _has_one_negative(by_weight):  # which may be small: of the label's row, the largest are withheld
+        if _points_at_one(by_weight):  # it may be small: dual pruning withholds the largest values of the label's row
             return LabelGuess(by_weight.argmin()[None], ambiguous=False)
         return LabelGuess(by_bias.argmin()[None], ambiguous=True)
     if task.classifier.bias is None:
@@ -71,5 +73,7 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     return LabelGuess(torch.tensor(sorted(labels), device=task.device), bool(lacking.abs().max() > 0.5))
 
 
-def _has_one_negative(pull: Tensor) -> bool:
-    return bool((pull < 0).sum() == 1)
+def _points_at_one(pull: Tensor) -> bool:
+    """Whether one value is below zero and no other half as much: noise and decoys make others a little negative."""
+    lowest, second = pull.topk(2, largest=False).values
+    return bool(lowest < 0 and second > lowest / 2)

@@ -28,6 +28,10 @@ class DualPruning(Perturbation):
     Rounding up at the top is our choice (the paper is silent): even the largest of ten bias entries, which tells
     the label, never leaves. Ties are broken by position, so the counts are exact. A layer of one value sends zero.
 
+    What it does not stop: an attacker who compares only what arrived, which is the gradient to the bit, recovers single
+    images almost as from an undefended update; and the label is still told by the sign of its row of weights
+    (docs/findings.md).
+
     Args:
         k1: share of the largest values removed.
         k2: share of the smallest values removed. k1 = k2 = 0 is the identity.

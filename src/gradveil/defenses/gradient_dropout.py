@@ -30,6 +30,9 @@ class GradientDropout(Perturbation):
     ``scale="layer"`` each layer's decoys have `std` times the spread of what it shares, the root mean square of
     g / keep, so ``std=1`` is the honest disguise.
 
+    What it does not stop: an attacker who scales back and believes only the values that fit its candidate best recovers
+    single images at the published strength, disguise or not (docs/findings.md).
+
     Args:
         keep: probability of sharing a coordinate; 1 is the identity.
         std: standard deviation of the decoys.

@@ -45,6 +45,9 @@ class RiskSlicing(Defense):
     Without `clip` it acts once, on the finished update, and under FedAvg too; with `clip`, examples are clipped in
     every local step and the noise is added once, to the finished update.
 
+    What it does not stop: the slices are public, so an attacker leaves out those that fit its candidate worst, and
+    recovers single images from the others as from an undefended update (docs/findings.md).
+
     Args:
         slices: number of slices.
         ratio: share of the slices that get noise; .2 against DLG and .3 against Inverting Gradients in the paper.
