@@ -43,19 +43,34 @@ def percent(pmm: float | None) -> str:
     return "" if pmm is None else f"{100 * pmm:.0f} %"
 
 
+def network(model: str) -> str:
+    settings = CONFIG["models"][model]
+    return f"{settings['model']}{' on normalised images' if 'mean' in settings else ''}"
+
+
+def strength(row: Row) -> tuple[str, str, float]:
+    """Undefended first; a defense's rows together, attack by attack, the parameter rising."""
+    name, parameters = parse_spec(row["defense"])
+    return "" if name == "none" else name, row["attack"], next(iter(parameters.values()), 0.0)
+
+
 def curve_table(found: dict[str, Row], model: str) -> list[str]:
     lines = [
-        f"## {CONFIG['models'][model]['model']}: protection against cost",
+        f"## {network(model)}: protection against cost",
         "",
         "| defense | distance | distance / norm of g | attack | PSNR dB | SSIM | LPIPS | noise ratio | private | PMM |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in found.values():
-        if row["kind"] != "attack" or row["model"] != model or "," in row["defense"] or "without" in row["defense"]:
-            continue
+    mine = [
+        row
+        for row in found.values()
+        if row["kind"] == "attack" and row["model"] == model
+        if "," not in row["defense"] and "without" not in row["defense"]
+    ]
+    for row in sorted(mine, key=strength):
         trained = found.get(f"training/{model}/{row['defense']}")
         lines.append(
-            f"| {row['defense']} | {row['distance']:.4g} | {100 * row['relative_distance']:.2g} % "
+            f"| {row['defense']} | {row['distance']:.4g} | {100 * row['relative_distance']:.3g} % "
             f"| {ATTACK_NAMES[row['attack']]} | {row['psnr']:.1f} | {row['ssim']:.2f} "
             f"| {row.get('lpips', float('nan')):.3f} | {row['noise_ratio']:.2f} | {'yes' if private(row) else 'no'} "
             f"| {percent(trained and trained['pmm'])} |"
@@ -110,7 +125,7 @@ def adaptive_table(found: dict[str, Row]) -> list[str]:
 
 
 def ablation_tables(found: dict[str, Row], model: str, epsilon: float) -> list[str]:
-    lines = [f"## Ablations on {CONFIG['models'][model]['model']}, epsilon = {epsilon:g}, inverting-gradients", ""]
+    lines = [f"## Ablations on {network(model)}, epsilon = {epsilon:g}, inverting-gradients", ""]
     default = f"refiner:epsilon={epsilon:g}"
     defaults = gradveil.defense(default).parameters
 
