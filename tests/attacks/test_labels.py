@@ -57,6 +57,38 @@ def test_what_cannot_be_inferred_is_refused():
         infer_labels(unclassified, gradveil.Update(unclassified.parameters), 1)
 
 
+def own_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (outputs - nn.functional.one_hot(labels, 2)).square().mean()
+
+
+@pytest.mark.parametrize("loss", ["logistic", own_loss])
+@pytest.mark.parametrize("images", [1, 4])
+def test_labels_are_inferred_from_cross_entropy_alone(loss, images, generator):
+    """One logit says nothing by being the largest; who is told the labels, or finds them, does not care."""
+    outputs = 1 if loss == "logistic" else 2
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Sigmoid(), nn.Linear(8, outputs))
+    task = gradveil.Task(model, loss, input_shape=(1, 4, 4), classes=2)
+    labels = torch.ones(images, dtype=torch.long)
+    update = gradveil.defense("none").share(task, torch.rand(images, 1, 4, 4, generator=generator), labels)
+    attack = gradveil.attack("idlg", iterations=1)
+    said = "gradient of the cross-entropy loss, got (logistic|a loss of your own); use ThreatModel.labels='known'"
+    with pytest.raises(ThreatModelError, match=f"idlg: labels are inferred from the {said}"):
+        attack.reconstruct(task, update, gradveil.ThreatModel(batch_size=images))
+    with pytest.raises(ThreatModelError, match=f"label inference: labels are inferred from the {said}"):
+        infer_labels(task, update, images)
+    known = gradveil.ThreatModel(labels="known", known_labels=labels[None], batch_size=images)
+    assert attack.reconstruct(task, update, known).labels.tolist() == [images * [1]]
+    gradveil.attack("loki").check_threat(task, gradveil.ThreatModel(server="active", batch_size=images))
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_one_class_needs_no_telling(images):
+    task = gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), input_shape=(1, 4, 4), classes=1)
+    update = gradveil.Update(task.gradients(torch.rand(images, 1, 4, 4), torch.zeros(images, dtype=torch.long)))
+    guess = infer_labels(task, update, images)
+    assert (guess.labels.tolist(), guess.ambiguous) == (images * [0], False)
+
+
 def test_unclear_counts_are_said(generator):
     """Noise on the classifier's gradient makes the counts fractions."""
     task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)

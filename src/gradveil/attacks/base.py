@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.attacks.adaptive import find_knowledge
 from gradveil.attacks.engine import Course, Progress, Solution
-from gradveil.attacks.labels import infer_labels
+from gradveil.attacks.labels import check_inferable, infer_labels
 from gradveil.defenses import Defense
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError, ParameterError, ThreatModelError
@@ -266,11 +266,8 @@ class Attack(Method, ABC):
             raise ThreatModelError(
                 f"{self.name}: changes the model, which a passive server does not; use ThreatModel(server='active')"
             )
-        if threat.labels == "infer" and not self.finds_labels and task.classifier is None:
-            raise ThreatModelError(
-                f"{self.name}: the model has no linear classifier to infer labels from; "
-                "use ThreatModel(labels='known', known_labels=...)"
-            )
+        if threat.labels == "infer" and not self.finds_labels:
+            check_inferable(self.name, task)
 
 
 class Targets(dict[str, Tensor]):

@@ -11,6 +11,8 @@ from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, weight_of
 
 ROUNDING = 1e-4
+"""How much larger, relatively, another value of the bias gradient may be than the label's: of two classes they are
+equal but for the rounding of the softmax."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,25 @@ class LabelGuess:
     ambiguous: bool
 
 
+def check_inferable(owner: str, task: Task) -> None:
+    """Refuse a task whose updates do not tell labels in the way that `infer_labels` reads them.
+
+    Args:
+        owner: who asks, for the error message.
+        task: the model and its loss.
+    """
+    if task.loss_name != "cross-entropy":
+        raise ThreatModelError(
+            f"{owner}: labels are inferred from the gradient of the cross-entropy loss, got "
+            f"{task.loss_name or 'a loss of your own'}; use ThreatModel(labels='known', known_labels=...)"
+        )
+    if task.classifier is None:
+        raise ThreatModelError(
+            f"{owner}: the model has no linear classifier to infer labels from; "
+            "use ThreatModel(labels='known', known_labels=...)"
+        )
+
+
 @torch.no_grad()
 def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps | None = None) -> LabelGuess:
     r"""The labels behind an update.
@@ -45,8 +66,10 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     that an image can have: a defense that withholds or replaces the one value that tells, as dual pruning does, leaves
     many of the row's values, all with the same sign.
     """
-    if task.classifier is None:
-        raise ThreatModelError("label inference: the model has no linear classifier to read labels from")
+    check_inferable("label inference", task)
+    assert task.classifier is not None
+    if task.classes == 1:
+        return LabelGuess(torch.zeros(batch_size, dtype=torch.long, device=task.device), ambiguous=False)
     if batch_size == 1:
         by_weight = update[task.classifier.weight].sum(1)
         by_bias = by_weight if task.classifier.bias is None else update[task.classifier.bias]
