@@ -81,6 +81,26 @@ def test_labels_are_inferred_from_cross_entropy_alone(loss, images, generator):
     gradveil.attack("loki").check_threat(task, gradveil.ThreatModel(server="active", batch_size=images))
 
 
+@pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
+def test_of_a_half_frozen_classifier_the_other_half_tells(frozen, generator):
+    model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+    for name in frozen:
+        getattr(model.classifier, name).requires_grad_(False)
+    task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+    batch = torch.rand(4, 1, 4, 4, generator=generator), torch.tensor([0, 1, 2, 2])
+    update, one = (gradveil.Update(task.gradients(*(part[-size:] for part in batch))) for size in (4, 1))
+    if len(frozen) == 2:
+        with pytest.raises(ThreatModelError, match="the classifier 'classifier.weight' is frozen.*labels='known'"):
+            gradveil.attack("idlg").reconstruct(task, one, gradveil.ThreatModel())
+        return
+    assert infer_labels(task, one, 1).labels.tolist() == [2]
+    if frozen == ("weight",):
+        assert infer_labels(task, update, 4).labels.tolist() == [0, 1, 2, 2]
+    else:
+        with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias that is trained; use"):
+            infer_labels(task, update, 4)
+
+
 @pytest.mark.parametrize("images", [1, 3])
 def test_one_class_needs_no_telling(images):
     task = gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), input_shape=(1, 4, 4), classes=1)

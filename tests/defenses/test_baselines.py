@@ -145,6 +145,10 @@ def test_soteria_finds_the_classifier_by_structure():
     task = double_task(nn.Sequential(nn.Flatten(), nn.Linear(36, 4), nn.Softplus()))
     with pytest.raises(InputError, match="soteria: the model has no linear classifier"):
         gradveil.defense("soteria").share(task, images, torch.tensor([0, 1]))
+    frozen = Odd()
+    frozen.out.requires_grad_(False)
+    with pytest.raises(InputError, match="soteria: the classifier's weight 'out.weight' is frozen.*; train it or use"):
+        gradveil.defense("soteria").share(double_task(frozen), images, torch.tensor([0, 1]))
 
 
 # -- dp-sgd ----------------------------------------------------------------------------------------------------------

@@ -50,6 +50,11 @@ def check_inferable(owner: str, task: Task) -> None:
             f"{owner}: the model has no linear classifier to infer labels from; "
             "use ThreatModel(labels='known', known_labels=...)"
         )
+    if not {task.classifier.weight, task.classifier.bias} & task.parameters.keys():
+        raise ThreatModelError(
+            f"{owner}: the classifier {task.classifier.weight!r} is frozen, so no update tells labels; "
+            "use ThreatModel(labels='known', known_labels=...)"
+        )
 
 
 @torch.no_grad()
@@ -70,19 +75,21 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     assert task.classifier is not None
     if task.classes == 1:
         return LabelGuess(torch.zeros(batch_size, dtype=torch.long, device=task.device), ambiguous=False)
+    weight, bias = update.get(task.classifier.weight), update.get(task.classifier.bias or "")  # None: frozen
     if batch_size == 1:
-        by_weight = update[task.classifier.weight].sum(1)
-        by_bias = by_weight if task.classifier.bias is None else update[task.classifier.bias]
+        by_weight = bias if weight is None else weight.sum(1)
+        assert by_weight is not None  # at least one of them is trained
+        by_bias = by_weight if bias is None else bias
         if _points_at_one(by_bias) and by_bias.max() <= -(1 + ROUNDING) * by_bias.min():
             return LabelGuess(by_bias.argmin()[None], ambiguous=False)
         if _points_at_one(by_weight):  # it may be small: dual pruning withholds the largest values of the label's row
             return LabelGuess(by_weight.argmin()[None], ambiguous=False)
         return LabelGuess(by_bias.argmin()[None], ambiguous=True)
-    if task.classifier.bias is None:
+    if bias is None:
         raise ThreatModelError(
-            "label inference: a batch needs a classifier with a bias; use ThreatModel(labels='known', known_labels=...)"
+            "label inference: a batch needs a classifier with a bias that is trained; use ThreatModel(labels='known', known_labels=...)"
         )
-    pull = update[task.classifier.bias] / weight_of(local, batch_size)  # an update sums the gradients of its steps
+    pull = bias / weight_of(local, batch_size)  # an update sums the gradients of its steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )

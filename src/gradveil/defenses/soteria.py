@@ -74,11 +74,7 @@ class Soteria(StepDefense):
         self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
     ) -> Gradients:
         """The gradients, with columns zeroed."""
-        if task.classifier is None:
-            raise InputError(
-                f"{self.name}: the model has no linear classifier whose gradient could be pruned; use another defense"
-            )
-        weight = task.classifier.weight
+        weight = self._pruned_layer(task)
         gradients = task.gradients(inputs, labels)
         scores = self.scores(task, inputs, generator=generator)
         zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
@@ -87,8 +83,7 @@ class Soteria(StepDefense):
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """All layers but the classifier's weight are as they were, and so are its columns that were not zeroed."""
-        assert task.classifier is not None
-        weight = task.classifier.weight
+        weight = self._pruned_layer(task)
 
         def read(_expected: Gradients, update: Gradients) -> Reading:
             kept = {weight: (update[weight] != 0).any(0)} if weight in update else {}
@@ -101,6 +96,19 @@ class Soteria(StepDefense):
             )
 
         return {"arrived": Knowledge("leaves the zeroed columns of the classifier out", read=read)}
+
+    def _pruned_layer(self, task: Task) -> str:
+        """The name of the classifier's weight."""
+        if task.classifier is None:
+            raise InputError(
+                f"{self.name}: the model has no linear classifier whose gradient could be pruned; use another defense"
+            )
+        if task.classifier.weight not in task.parameters:
+            raise InputError(
+                f"{self.name}: the classifier's weight {task.classifier.weight!r} is frozen, so there is no gradient "
+                "to prune; train it or use another defense"
+            )
+        return task.classifier.weight
 
     @torch.no_grad()
     def scores(self, task: Task, inputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
