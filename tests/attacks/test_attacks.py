@@ -140,6 +140,39 @@ def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
     assert found.loss[0] < 1e-6
 
 
+def test_dlg_needs_no_labels_to_start_from(generator):
+    """It finds them: where none can be inferred, and whatever is said to be known."""
+    torch.manual_seed(0)
+    layers = torch.nn.Conv2d(1, 4, 3), torch.nn.Sigmoid(), torch.nn.Conv2d(4, 3, 2), torch.nn.Flatten()
+    convolution = gradveil.Task(torch.nn.Sequential(*layers).double(), input_shape=(1, 4, 4), classes=3)
+    assert convolution.classifier is None
+    image, label = torch.rand(1, 1, 4, 4, generator=generator, dtype=torch.float64), torch.tensor([2])
+    update = gradveil.defense("none").share(convolution, image, label)
+    attack, wrong = gradveil.attack("dlg", iterations=200, restarts=4), torch.tensor([[0]])
+    found, told = (
+        attack.reconstruct(convolution, update, threat, generator=torch.Generator().manual_seed(0), execution="loop")
+        for threat in (gradveil.ThreatModel(), gradveil.ThreatModel(labels="known", known_labels=wrong))
+    )
+    assert found.labels.tolist() == told.labels.tolist() == [[2]]
+    assert torch.equal(found.inputs, told.inputs)
+
+    layers = torch.nn.Flatten(), torch.nn.Linear(16, 3, bias=False)
+    unbiased = gradveil.Task(torch.nn.Sequential(*layers), input_shape=(1, 4, 4), classes=3)
+    images, labels = torch.rand(2, 1, 4, 4, generator=generator), torch.tensor([0, 1])
+    update = gradveil.defense("none").share(unbiased, images, labels)
+    found = gradveil.attack("dlg", iterations=1).reconstruct(unbiased, update, gradveil.ThreatModel(batch_size=2))
+    assert found.labels.shape == (1, 2)
+
+
+def test_dlg_does_not_report_the_doubts_of_an_inference_it_does_not_use(tiny_task):
+    undecided = gradveil.Update({name: torch.zeros_like(value) for name, value in tiny_task.parameters.items()})
+    doubts = [
+        gradveil.attack(name, iterations=1).reconstruct(tiny_task, undecided, gradveil.ThreatModel()).ambiguous_labels
+        for name in ("idlg", "dlg")
+    ]
+    assert [bool(doubt) for doubt in doubts] == [True, False]
+
+
 def test_large_batches_with_repeated_labels(generator):
     """128 images at once: shapes, labels and memory; recovering them is another matter."""
     task = gradveil.Task(

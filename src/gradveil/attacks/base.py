@@ -82,7 +82,8 @@ class Reconstruction:
         seconds: wall time of the whole call.
         execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
         interrupted: True if Ctrl-C ended the search; then this is the best so far.
-        ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear.
+        ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear; False where labels were
+            known, or found by the attack itself.
         certain: ``[victims, images]``, True where the attacker itself knows that it has one image and not a mixture;
             None if the attack cannot tell.
         course: how the search went; None: there was none.

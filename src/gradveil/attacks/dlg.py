@@ -48,6 +48,7 @@ class DLG(Attack):
     paper = "Zhu et al., NeurIPS 2019"
 
     adapts = True
+    finds_labels = True
 
     iterations: int = 300
     restarts: int = 1
