@@ -41,19 +41,49 @@ class LocalSteps:
         checks.number("LocalSteps", "momentum", self.momentum, low=0, below=1)
 
 
+def sizes_of(local: LocalSteps | None, images: int) -> list[int]:
+    """How many images each gradient of an update is the mean of, step by step.
+
+    >>> sizes_of(LocalSteps(epochs=2, batch_size=2), images=3)
+    [2, 1, 2, 1]
+    """
+    if local is None:
+        return [images]
+    size = local.batch_size or images
+    return local.epochs * [min(size, images - first) for first in range(0, images, size)]
+
+
 def steps_of(local: LocalSteps | None, images: int) -> int:
     """How many gradients an update is made of."""
-    return 1 if local is None else local.epochs * math.ceil(images / (local.batch_size or images))
+    return len(sizes_of(local, images))
+
+
+def step_weights(local: LocalSteps | None, images: int) -> list[float]:
+    """How often an update counts each of its gradients: with momentum, again in every step after its own.
+
+    >>> step_weights(LocalSteps(epochs=3, momentum=0.5), images=8)
+    [1.75, 1.5, 1.0]
+    """
+    momentum = 0.0 if local is None else local.momentum
+    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, images), 0, -1)]
 
 
 def weight_of(local: LocalSteps | None, images: int) -> float:
-    """How many gradients' worth an update sums: with momentum, a gradient counts again in every step after its own.
+    """How many gradients' worth an update sums.
 
-    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), images=8)  # 1 + 1.5 + 1.75
+    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), images=8)
     4.25
     """
-    momentum = 0.0 if local is None else local.momentum
-    return sum((1 - momentum**step) / (1 - momentum) for step in range(1, steps_of(local, images) + 1))
+    return sum(step_weights(local, images))
+
+
+def squared_weight_of(local: LocalSteps | None, images: int) -> float:
+    """By how much the variance of an update exceeds that of one of its gradients, if these are independent.
+
+    >>> squared_weight_of(LocalSteps(epochs=3), images=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
+    (3.0, 3.25)
+    """
+    return sum(weight**2 for weight in step_weights(local, images))
 
 
 MAX_BITS = 28

@@ -251,6 +251,43 @@ class TestReadings:
             assert all(torch.equal(cleaned[name][victim], value) for name, value in alone.items())
 
 
+class TestLocalSteps:
+    """Defenses that act in every local step: what an attacker knows of the sum of the steps."""
+
+    LOCAL = (
+        None,
+        gradveil.LocalSteps(lr=1e-9),
+        gradveil.LocalSteps(epochs=2, batch_size=1, lr=1e-9),
+        gradveil.LocalSteps(epochs=2, batch_size=3, lr=1e-9),  # steps of 3, 1, 3 and 1 images
+        gradveil.LocalSteps(epochs=4, lr=1e-9, momentum=0.9),
+    )
+
+    @pytest.mark.parametrize("local", LOCAL)
+    @pytest.mark.parametrize("name", ["dp-sgd", "optimal-noise", "optimal-dp-sgd"])
+    def test_the_noise_level_is_the_measured_one(self, name, local, task, one):
+        """Of four equal images, so that nothing but the noise differs from draw to draw."""
+        batch, images, draws = (one[0].expand(4, 1, 5, 5), one[1].expand(4)), 4, 40
+        global_form = {} if name == "dp-sgd" else {"form": "global", "directions": 1}
+        level = {"dp-sgd": "noise_multiplier"}.get(name, "std")
+        noisy, silent = (gradveil.defense(name, **{level: value}, **global_form) for value in (1.0, 0.0))
+        for defense in (noisy, silent):
+            defense.prepare(task, public=one, generator=seeded())
+        [knowledge] = noisy.adapt(task, batch_size=images, local=local).values()
+        clean, generator = silent.share(task, *batch, local=local), seeded()
+        squares = {layer: torch.zeros_like(value) for layer, value in task.parameters.items()}
+        for _ in range(draws):
+            for layer, value in noisy.share(task, *batch, local=local, generator=generator).items():
+                squares[layer] += (value - clean[layer]).square() / draws
+        # A coordinate counts by its typical variance over its own, so weighted squares are all of the typical size.
+        weights = {layer: torch.ones_like(value) for layer, value in squares.items()}
+        if knowledge.read:
+            weights = knowledge.read(squares, squares).weights
+        levels = torch.cat([(weights[layer] * value).flatten() for layer, value in squares.items()])
+        heard = torch.cat([value.flatten() for value in weights.values()]) < 100  # the others hardly have any noise
+        error = math.sqrt(2 / (draws * int(heard.sum())))  # of a mean of squares of normal numbers
+        assert float(levels[heard].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
+
+
 class TestPrecode:
     def test_the_bottleneck_gives_its_noise_away(self, task, one):
         defense = gradveil.defense("precode", width=4)

@@ -12,7 +12,7 @@ from gradveil.clipping import clipped_sum
 from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, steps_of
+from gradveil.update import LocalSteps, sizes_of, step_weights
 
 
 @DEFENSES.register("dp-sgd")
@@ -75,12 +75,13 @@ class DPSGD(StepDefense):
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Clips the candidate's gradient too (exact for one image), and weighs an image prior by the noise."""
-        std = self.noise_multiplier * self.clip / batch_size
+        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its images
+        steps = zip(step_weights(local, batch_size), sizes_of(local, batch_size), strict=True)
         return {
             "prior": Knowledge(
                 "clips candidates too, weighs an image prior by the noise",
                 expect=None if local else each_round(clip_to(self.clip)),
-                variance=std**2 * steps_of(local, batch_size),
+                variance=sum((std * weight / images) ** 2 for weight, images in steps),
             )
         }
 

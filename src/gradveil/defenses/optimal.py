@@ -17,7 +17,7 @@ from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, 
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import derived_generator, fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, steps_of
+from gradveil.update import LocalSteps, Update, sizes_of, squared_weight_of
 
 FORMS = ("local", "global")
 SMALLEST_GRADIENT = 1e-6
@@ -83,8 +83,8 @@ class SensitivityDriven(StepDefense):
         """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`)."""
         if self.idle:
             return NOTHING_TO_KNOW
-        steps = steps_of(local, batch_size)
-        variance = {name: steps * value for name, value in self._guessed_variance(task, batch_size).items()}
+        of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
+        variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
         typical = typical_variance(variance)  # 0: it only clips
         return {
             "weighted": Knowledge(
