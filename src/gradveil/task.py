@@ -39,10 +39,14 @@ _by_autograd = False
 
 
 @contextmanager
-def differentiate_by_autograd() -> Iterator[None]:
-    """Inside, `Task.gradient` uses torch.autograd: 1.1 to 1.3 times faster for one victim, but it cannot be vmapped."""
+def differentiate_by_autograd(wanted: bool = True) -> Iterator[None]:
+    """Inside, `Task.gradient` uses torch.autograd: 1.1 to 1.3 times faster for one victim, but it cannot be vmapped.
+
+    Args:
+        wanted: False: inside, it does not, whatever is the case outside.
+    """
     global _by_autograd
-    before, _by_autograd = _by_autograd, True
+    before, _by_autograd = _by_autograd, wanted
     try:
         yield
     finally:

@@ -25,6 +25,7 @@ from gradveil.attacks.matching import (
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
 from gradveil.errors import InputError, ThreatModelError
+from gradveil.task import differentiate_by_autograd
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -462,6 +463,16 @@ class TestExpectation:
         )
         assert found.execution == "loop"
         assert (found.inputs[0] - one[0]).abs().mean() < 0.1
+
+    @pytest.mark.parametrize("name", ["dp-sgd", "optimal-noise", "soteria"])
+    def test_so_are_those_that_use_functional_transforms(self, name, task, one):
+        """An attacker on one victim differentiates by autograd, inside of which they still must work."""
+        defense, gradients = gradveil.defense(name), task.gradients(*one)
+        outside = adaptive.expectation(defense).draw(task, gradients, *one)
+        with differentiate_by_autograd():
+            inside = adaptive.expectation(defense).draw(task, gradients, *one)
+        for expected, drawn in zip(outside, inside, strict=True):
+            assert all(torch.equal(value, drawn[layer]) for layer, value in expected.items())
 
 
 class TestUndoBlend:
