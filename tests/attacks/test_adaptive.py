@@ -289,6 +289,34 @@ class TestLocalSteps:
         assert float(levels[heard].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
 
 
+    @pytest.mark.parametrize("local", [None, LOCAL[1], LOCAL[2], LOCAL[4]])
+    @pytest.mark.parametrize(
+        "spec", ["soteria:rate=0.5", "optimal-pruning:rate=0.5", "optimal-pruning:rate=0.5,form=global"]
+    )
+    def test_what_is_trusted_is_the_undefended_update(self, spec, local, task):
+        """With steps so small that the weights stay where they are."""
+        images, labels = torch.rand(4, 1, 5, 5, generator=seeded(1), dtype=torch.float64), torch.arange(4) % 3
+        defense = gradveil.defense(spec)
+        defense.prepare(task, public=(images, labels), generator=seeded())
+        sent = defense.share(task, images, labels, local=local, generator=seeded())
+        honest = gradveil.defense("none").share(task, images, labels, local=local, generator=seeded())
+        forms = defense.adapt(task, batch_size=4, local=local)
+        if not forms:  # of the local form's steps each drops its own coordinates: attackers simulate them
+            assert spec == "optimal-pruning:rate=0.5"
+            assert local in (self.LOCAL[2], self.LOCAL[4])
+            known = {"labels": "known", "known_labels": labels[None], "batch_size": 4, "local": local}
+            threat = gradveil.ThreatModel(adaptive="expectation", defense=defense, **known)
+            found = gradveil.attack("idlg", iterations=1).reconstruct(task, sent, threat, generator=seeded())
+            assert bool(found.loss.isfinite())
+            return
+        [knowledge] = forms.values()
+        weights = knowledge.read(dict(sent), dict(sent)).weights
+        trusted = {layer: weight.expand_as(sent[layer]).bool() for layer, weight in weights.items()}
+        assert sum(int(chosen.sum()) for chosen in trusted.values()) > 0.4 * task.size
+        for layer, chosen in trusted.items():
+            torch.testing.assert_close(sent[layer][chosen], honest[layer][chosen], rtol=0, atol=1e-7)
+
+
 class TestPrecode:
     def test_the_bottleneck_gives_its_noise_away(self, task, one):
         defense = gradveil.defense("precode", width=4)

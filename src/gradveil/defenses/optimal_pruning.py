@@ -13,7 +13,7 @@ from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_arrived
 from gradveil.defenses.optimal import SensitivityDriven
 from gradveil.defenses.selection import share_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps
+from gradveil.update import LocalSteps, steps_of
 
 
 @DEFENSES.register("optimal-pruning")
@@ -71,8 +71,15 @@ class OptimalPruning(SensitivityDriven):
         return self.rate == 0
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """What arrived is the gradient."""
-        return {"arrived": Knowledge("matches what arrived", read=read_arrived)} if self.rate else NOTHING_TO_KNOW
+        """What arrived is the gradient, unless several local steps each pruned other coordinates.
+
+        Then a coordinate that arrived may lack some of the steps, and nobody can say which: the steps are simulated.
+        """
+        if self.idle:
+            return NOTHING_TO_KNOW
+        if self.form == "local" and steps_of(local, batch_size) > 1:
+            return {}
+        return {"arrived": Knowledge("matches what arrived", read=read_arrived)}
 
     def defend(
         self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator

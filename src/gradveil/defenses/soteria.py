@@ -15,7 +15,7 @@ from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps
+from gradveil.update import LocalSteps, steps_of
 
 MEMORY = 1 << 28
 """Bytes that the units or directions worked on at once may take."""
@@ -82,19 +82,21 @@ class Soteria(StepDefense):
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """All layers but the classifier's weight are as they were, and so are its columns that were not zeroed."""
-        weight = self._pruned_layer(task)
+        """All layers but the classifier's weight are as they were, and so are its columns that were not zeroed.
+
+        Of several local steps, each zeroed other columns; there the classifier's weight is left out as a whole.
+        """
+        weight, several = self._pruned_layer(task), steps_of(local, batch_size) > 1
 
         def read(_expected: Gradients, update: Gradients) -> Reading:
-            kept = {weight: (update[weight] != 0).any(0)} if weight in update else {}
-            return Reading(
-                update,
-                {
-                    name: kept[name].to(value.dtype).expand_as(value) if name in kept else torch.ones_like(value)
-                    for name, value in update.items()
-                },
-            )
+            weights = {name: torch.ones_like(value) for name, value in update.items()}
+            if weight in update:
+                kept = (update[weight] != 0).any(0) & (not several)
+                weights[weight] = kept.to(update[weight].dtype).expand_as(update[weight])
+            return Reading(update, weights)
 
+        if several:
+            return {"mute": Knowledge("leaves the classifier's weight out", read=read)}
         return {"arrived": Knowledge("leaves the zeroed columns of the classifier out", read=read)}
 
     def _pruned_layer(self, task: Task) -> str:
