@@ -182,7 +182,8 @@ class Rounds(tuple[tuple[Task, Update], ...]):
     """Several observed rounds of one victim on the same data, the first one first.
 
     Args:
-        seen: each round's task, at the weights the victim was sent, and the update it shared.
+        seen: each round's task, at the weights the victim was sent, and the update it shared (a plain mapping of
+            gradients is made one).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
@@ -192,9 +193,9 @@ class Rounds(tuple[tuple[Task, Update], ...]):
         2
     """
 
-    def __new__(cls, seen: Iterable[tuple[Task, Update]]) -> "Rounds":
+    def __new__(cls, seen: Iterable[tuple[Task, Mapping[str, Tensor]]]) -> "Rounds":
         """At least one round."""
-        rounds = super().__new__(cls, seen)
+        rounds = super().__new__(cls, [(task, u if isinstance(u, Update) else Update(u)) for task, u in seen])
         if not rounds:
             raise InputError("Rounds: expected at least one observed round, got none")
         return rounds

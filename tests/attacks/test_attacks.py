@@ -265,6 +265,22 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, update, threat)
 
 
+def test_plain_mappings_are_updates_in_lists_and_rounds_too(tiny_task, tiny_batch):
+    plain = dict(tiny_task.gradients(tiny_batch[0][:1], tiny_batch[1][:1]))
+    shared = gradveil.Update(plain)
+    attack = gradveil.attack("idlg", iterations=2)
+
+    def found(seen, rounds=1):
+        threat = gradveil.ThreatModel(rounds=rounds)
+        return attack.reconstruct(
+            tiny_task, seen, threat, generator=torch.Generator().manual_seed(0), execution="loop"
+        ).inputs
+
+    assert torch.equal(found([plain, plain]), found([shared, shared]))
+    twice = [gradveil.Rounds([(tiny_task, update), (tiny_task, update)]) for update in (plain, shared)]
+    assert torch.equal(found(twice[0], rounds=2), found(twice[1], rounds=2))
+
+
 def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, *tiny_batch)
     attack, threat = gradveil.attack("idlg"), gradveil.ThreatModel(batch_size=3)

@@ -157,7 +157,7 @@ class Attack(Method, ABC):
     def reconstruct(
         self,
         task: Task,
-        updates: Mapping[str, Tensor] | Rounds | Sequence[Update] | Sequence[Rounds],
+        updates: Mapping[str, Tensor] | Rounds | Sequence[Mapping[str, Tensor] | Rounds],
         threat: ThreatModel,
         *,
         generator: torch.Generator | None = None,
@@ -168,7 +168,8 @@ class Attack(Method, ABC):
 
         Args:
             task: the model at the weights the victims saw, in the first round if there are several.
-            updates: what the server saw of each victim: an update, or several rounds of it.
+            updates: what the server saw of each victim: an update (a plain mapping of gradients is one too), or
+                several rounds of it.
             threat: what the attacker may know and use.
             generator: the attacker's randomness (starting points); default: fresh entropy.
             progress: called with (steps done, steps in all, seconds left).
@@ -294,13 +295,11 @@ class Targets(dict[str, Tensor]):
 def _by_round(
     owner: str,
     task: Task,
-    updates: Mapping[str, Tensor] | Rounds | Sequence[Update] | Sequence[Rounds],
+    updates: Mapping[str, Tensor] | Rounds | Sequence[Mapping[str, Tensor] | Rounds],
     threat: ThreatModel,
 ) -> list[tuple[Task, list[Update]]]:
     """Each round's task and its updates, one a victim."""
-    if isinstance(updates, Mapping):
-        updates = updates if isinstance(updates, Update) else Update(updates)
-    victims: list[Update | Rounds] = [updates] if isinstance(updates, Update | Rounds) else list(updates)
+    victims = [updates] if isinstance(updates, Mapping | Rounds) else list(updates)
     if not victims:
         raise InputError(f"{owner}: expected at least one update, got none")
     seen = [victim if isinstance(victim, Rounds) else Rounds([(task, victim)]) for victim in victims]
