@@ -92,6 +92,7 @@ EXACT = [  # what these do to a gradient, knowledge explains to the last bit
     "soteria:rate=0.5",
     "risk-slicing:slices=8,ratio=0.4,std=0.5",
     "risk-slicing:slices=8,ratio=0.4,std=0.5,clip=0.01",
+    "risk-slicing:slices=8,ratio=0.4,std=0.0,clip=0.01",
     "dp-sgd:clip=0.01,noise_multiplier=0.0",
     "optimal-dp-sgd:clip=0.01,std=0.0",
     "outpost:scale=0,pruned=0.7,decay=0",
@@ -315,6 +316,20 @@ class TestLocalSteps:
         assert sum(int(chosen.sum()) for chosen in trusted.values()) > 0.4 * task.size
         for layer, chosen in trusted.items():
             torch.testing.assert_close(sent[layer][chosen], honest[layer][chosen], rtol=0, atol=1e-7)
+
+
+class TestRiskSlicingWithoutNoise:
+    def test_there_is_nothing_to_know(self, task):
+        [form] = gradveil.defense("risk-slicing", std=0.0).adapt(task).values()
+        assert "nothing to know" in form.summary
+
+    def test_of_clipped_gradients_no_slice_is_left_out(self, task, one):
+        defense = gradveil.defense("risk-slicing", std=0.0, clip=0.01)
+        task, _ = observed(defense, task, one)
+        forms = defense.adapt(task)
+        assert list(forms) == ["prior", "compensate"]
+        assert forms["prior"].read is None
+        assert forms["prior"].variance == 0
 
 
 class TestPrecode:

@@ -12,7 +12,7 @@ from gradveil import checks
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, Strength, check_gradients, meta_of
-from gradveil.defenses.knowledge import Knowledge, Reading, clip_to, each_round
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws, fresh_generator
@@ -172,10 +172,12 @@ class RiskSlicing(Defense):
 
         "compensate" is the abuse that the paper fears: the server compensates the update of a single client.
         """
+        if self.std == 0 and self.clip is None:
+            return NOTHING_TO_KNOW
         slice_of = self._slices_for(task.parameters)
         expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
         compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
-        if self.noisy_slices == self.slices:
+        if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike: there is none to leave out
             noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
             return {"prior": noise, "compensate": compensated}
 
