@@ -1,6 +1,8 @@
 """What attackers make of knowing the defense, and of seeing several rounds."""
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -184,6 +186,26 @@ class TestReadings:
         for name in ("none", "secure-aggregation"):
             [form] = gradveil.defense(name).adapt(task).values()
             assert "nothing to know" in form.summary
+
+    def test_the_page_names_every_form_and_no_other(self, task):
+        page = (Path(__file__).parents[2] / "docs" / "adaptive-attackers.md").read_text()
+        documented: dict[str, set[str]] = {}
+        names: list[str] = []
+        for row in re.findall(r"^\|(.*)\|$", page, flags=re.MULTILINE)[2:]:
+            first, forms, _ = (cell.strip() for cell in row.split("|"))
+            names = first.split(", ") if first else names
+            for name in names:
+                documented.setdefault(name, set()).update(forms.split(", "))
+        public = torch.rand(6, 1, 5, 5, generator=seeded(), dtype=torch.float64), torch.arange(6) % 3
+        settings = {"ats": [{"policy": "flip"}], "risk-slicing": [{}, {"ratio": 1.0}]}
+        for name in gradveil.defenses():
+            found: set[str] = set()
+            for parameters in settings.get(name, [{}]):
+                defense = gradveil.defense(name, **parameters)
+                prepared = defense.prepare(task, public=public, generator=seeded())
+                for images, local in ((1, None), (4, None), (4, gradveil.LocalSteps(epochs=2, batch_size=1))):
+                    found |= set(defense.adapt(prepared, batch_size=images, local=local) or {"expectation"})
+            assert found == documented.get(name, documented["any other"]), name
 
     @given(st.lists(st.floats(-3, 3), min_size=4, max_size=12), st.integers(0, 10_000), st.booleans())
     def test_ranks_are_bounds_that_the_candidate_is_moved_into(self, gradient, seed, top):
