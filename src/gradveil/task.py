@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -205,8 +206,13 @@ class Task:
 
     def with_model(self, model: nn.Module) -> "Task":
         """The task of another model with the same loss, inputs, classes and normalisation."""
-        mean, std = (None, None) if self._normalisation is None else (v.flatten().tolist() for v in self._normalisation)
-        return Task(model, self._loss, input_shape=self.input_shape, classes=self.classes, mean=mean, std=std)
+        return Task.like(self, model)
+
+    @classmethod
+    def like(cls, task: "Task", model: nn.Module) -> Self:
+        """`with_model` for a kind of task of your own: that of `model`, with everything else as in `task`."""
+        mean, std = (None, None) if task._normalisation is None else (v.flatten().tolist() for v in task._normalisation)
+        return cls(model, task._loss, input_shape=task.input_shape, classes=task.classes, mean=mean, std=std)
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """What the model is fed for these inputs."""

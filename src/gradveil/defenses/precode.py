@@ -1,10 +1,8 @@
 """PRECODE: a variational bottleneck before the classifier."""
 
-import copy
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -143,11 +141,7 @@ class VariationalTask(Task):
         """`task` with a bottleneck of `width` values; the given task's model is not touched."""
         if task.classifier is None:
             raise InputError("precode: the model has no linear classifier to put a bottleneck before")
-        model = copy.deepcopy(task._model).to(task.device, task.dtype)
-        with torch.no_grad():
-            values = {**task.parameters, **task.buffers}
-            for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-                tensor.copy_(values[name])
+        model = task.copy_model()
         name = task.classifier.weight.rpartition(".")[0]
         classifier = model.get_submodule(name)
         assert isinstance(classifier, nn.Linear)
@@ -160,11 +154,7 @@ class VariationalTask(Task):
             setattr(model.get_submodule(parent), attribute, extended)
         else:
             model = extended
-        normalisation: dict[str, Any] = {}
-        if task._normalisation is not None:
-            mean, std = task._normalisation
-            normalisation = {"mean": mean.flatten().tolist(), "std": std.flatten().tolist()}
-        result = cls(model, task._loss, input_shape=task.input_shape, classes=task.classes, **normalisation)
+        result = cls.like(task, model)
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
