@@ -311,7 +311,6 @@ class TestLocalSteps:
         error = math.sqrt(2 / (draws * int(heard.sum())))  # of a mean of squares of normal numbers
         assert float(levels[heard].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
 
-
     @pytest.mark.parametrize("local", [None, LOCAL[1], LOCAL[2], LOCAL[4]])
     @pytest.mark.parametrize(
         "spec", ["soteria:rate=0.5", "optimal-pruning:rate=0.5", "optimal-pruning:rate=0.5,form=global"]

@@ -87,7 +87,8 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
         return LabelGuess(by_bias.argmin()[None], ambiguous=True)
     if bias is None:
         raise ThreatModelError(
-            "label inference: a batch needs a classifier with a bias that is trained; use ThreatModel(labels='known', known_labels=...)"
+            "label inference: a batch needs a classifier with a bias that is trained; "
+            "use ThreatModel(labels='known', known_labels=...)"
         )
     pull = bias / weight_of(local, batch_size)  # an update sums the gradients of its steps
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
