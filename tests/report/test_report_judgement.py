@@ -136,7 +136,7 @@ def test_an_unfinished_defense_is_not_judged(make_audit):
     assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: attacks are missing."
     words = caveats(made)
     assert "not complete: 3 of 24 attack runs are missing" in words
-    assert "`gradveil audit --dataset mnist --victims 4 --out audit --resume` runs what is missing" in words
+    assert f"`gradveil audit --resume --out {made.folder}` runs what is missing" in words
 
 
 def test_a_leak_found_in_an_unfinished_defense_is_a_leak(make_audit):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ def slug(text: str) -> str:
     'top-k-keep=0.1-error-feedback'
     """
     return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")
+
+
+def resume_command(folder: Path) -> str:
+    """The command that goes on with the audit in a folder.
+
+    >>> resume_command(Path("my audit"))
+    "gradveil audit --resume --out 'my audit'"
+    """
+    return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
 
 
 def prepare_folder(folder: Path) -> None:

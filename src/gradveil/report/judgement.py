@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
 
+from gradveil.audit.store import resume_command
 from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
 from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit
@@ -244,10 +245,11 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
     if costs:
         parts.append(f"the cost in accuracy of {_names(costs)}")
     if parts:
-        command = audit.config.get("command")
-        resume = f"`{command} --resume`" if command and "--resume" not in command else "`--resume`"
         verb = "are" if attempts else "is"
-        yield f"The audit is not complete: {join(parts)} {verb} missing. {resume} runs what is missing."
+        yield (
+            f"The audit is not complete: {join(parts)} {verb} missing. `{resume_command(audit.folder)}` runs what is "
+            "missing."
+        )
     for file in audit.torn:
         yield f"The last line of `{file}` was cut short and is not counted."
 
