@@ -11,7 +11,7 @@ from statistics import fmean
 from gradveil.audit.store import resume_command
 from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
-from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit
+from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit, adaptive
 from gradveil.report.scores import Score, score
 from gradveil.report.text import join, percent, plural
 
@@ -76,14 +76,27 @@ def outcome(audit: Audit, defense: str) -> Outcome:
     if leaked:
         before = max(_share(score(audit.without_defense(attack))) for attack in working)
         return Outcome.WEAKENS if leaked < before else Outcome.FAILS
-    working_methods = {audit.plain(attack) for attack in working}
     unfinished = {audit.plain(attack) for name, attack, _ in audit.missing_attempts() if name == defense}
-    return Outcome.UNKNOWN if unfinished & working_methods else Outcome.STOPS
+    return Outcome.STOPS if unfinished.isdisjoint(_working_methods(audit)) else Outcome.UNKNOWN
 
 
 def _working(audit: Audit) -> list[str]:
     """The attacks that recover at least one victim undefended."""
     return [attack for attack in audit.attacks if any(row.leaked for row in audit.without_defense(attack))]
+
+
+def _working_methods(audit: Audit) -> list[str]:
+    """The same without their adaptive variants."""
+    return list(dict.fromkeys(audit.plain(attack) for attack in _working(audit)))
+
+
+def _adapted(audit: Audit, defense: str) -> list[str]:
+    """Which of them were adapted to `defense`; only these show what an attacker gets who knows it."""
+    return [method for method in _working_methods(audit) if audit.of(defense, adaptive(method))]
+
+
+def _short_names(audit: Audit, attacks: Sequence[str]) -> str:
+    return join([f"`{audit.short(attack)}`" for attack in attacks])
 
 
 def _results(audit: Audit, defense: str) -> list[tuple[str, Score]]:
@@ -147,12 +160,11 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
 
 def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
     attacks = _attacks_in_words(audit)
-    adapted = [defense for defense in defenses if _met_adaptive(audit, defense)]
     if len(defenses) <= NAMED_ONE_BY_ONE:
         for defense in defenses:
-            even = ", even adapted to it" if defense in adapted else ""
-            yield f"`{defense}` stops {attacks}{even}{_cost(audit, defense)}."
+            yield f"`{defense}` stops {attacks}{_even_adapted(audit, defense)}{_cost(audit, defense)}."
         return
+    adapted = [defense for defense in defenses if _adapted(audit, defense) == _working_methods(audit)]
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
     text = f"{_names(defenses)} stop {attacks}"
     if adapted:
@@ -204,16 +216,18 @@ def _ignorant(audit: Audit, defense: str, attack: str, result: Score) -> str:
     return f"; attackers who do not know the defense recover {most.leaked or 'none'}"
 
 
-def _met_adaptive(audit: Audit, defense: str) -> bool:
-    return any(row.adaptive for row in audit.attempts if row.defense == defense)
+def _even_adapted(audit: Audit, defense: str) -> str:
+    """Which of the attacks that `defense` stops were adapted to it, after those were named."""
+    found = _adapted(audit, defense)
+    if not found:
+        return ""
+    return f", {'' if found == _working_methods(audit) else _short_names(audit, found) + ' '}even adapted to it"
 
 
 def _attacks_in_words(audit: Audit) -> str:
-    working = [
-        attack for attack in _working(audit) if attack in audit.methods or audit.plain(attack) not in audit.attacks
-    ]
+    working = _working_methods(audit)
     if len(working) < len(audit.methods):
-        return join([f"`{audit.short(audit.plain(attack))}`" for attack in working])
+        return _short_names(audit, working)
     return {1: "the attack", 2: "both attacks"}.get(len(working), f"all {len(working)} attacks")
 
 
@@ -268,11 +282,14 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             "it clips coordinates, not examples, and its noise depends on the data."
         )
     stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
-    unknown = [defense for defense in stopping if not _met_adaptive(audit, defense)]
-    if unknown:
-        yield (
-            f"{_names(unknown)}: no attacker was adapted to the defense; one that knows the defense may recover more."
-        )
+    by_adapted: dict[tuple[str, ...], list[str]] = {}
+    for defense in stopping:
+        by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
+    for methods, defenses in by_adapted.items():
+        if len(methods) < len(_working_methods(audit)):
+            who = f"of the attacks only {_short_names(audit, methods)}" if methods else "no attack that works here"
+            verb = "were" if len(methods) > 1 else "was"
+            yield f"{_names(defenses)}: {who} {verb} adapted to the defense; others that know it may recover more."
     misled = [defense for defense in stopping if _labels_right(audit, defense) < MISLED]
     if misled:
         yield (
