@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gradveil.audit.store import JsonLines, prepare_folder, write_json
+from gradveil.audit.store import JsonLines, prepare_folder, slug, write_json
 from gradveil.errors import DataError, OutputError
 
 
@@ -49,3 +49,18 @@ def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="Permission denied"):
         prepare_folder(Path(tmp_path))
+
+
+def test_names_of_short_specs_are_readable():
+    assert slug("none") == "none"
+    assert slug("dual-pruning:k1=0.05,k2=0.75+error-feedback") == "dual-pruning-k1=0.05-k2=0.75-error-feedback"
+    assert slug("dp-sgd:clip=1.0,noise_multiplier=2.0") == "dp-sgd-clip=1.0-noise_multiplier=2.0"
+
+
+def test_every_spec_has_a_name_of_its_own_that_a_file_can_have(tmp_path):
+    long = "ats:policy=" + "|".join(f"rotate@{angle}>flip>shift@{angle}" for angle in range(-90, 90))
+    specs = ["ats:policy=flip|invert", "ats:policy=flip>invert", "ats:policy=rotate@-15", "ats:policy=rotate@15"]
+    specs += [long, long[:-1], "../up", "up", "a b", "a-b", "faces.npz", "gesichter/é.npz"]
+    for spec in specs:
+        (tmp_path / slug(spec)).touch(exist_ok=False)
+    assert len(list(tmp_path.iterdir())) == len(specs)

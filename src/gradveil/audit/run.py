@@ -520,7 +520,7 @@ class _Bench:
         guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
         score = self.scorer.score(self.images[victim], *guess)
         against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
-        stem = slug(f"{defense}-{attack}{'-adaptive' if adaptive else ''}") if attack else BLIND_GUESS
+        methods = [slug(str(defense)), slug(str(attack)), *(["adaptive"] if adaptive else [])]
         return {
             "defense": defense.name if defense else None,
             "defense_params": defense.parameters if defense else {},
@@ -545,7 +545,7 @@ class _Bench:
             **(course or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
             "iterations": iterations,
             "seconds": round(seconds, 3),
-            "image": self._save_image(stem, victim, images),
+            "image": self._save_image("-".join(methods) if attack else BLIND_GUESS, victim, images),
         }
 
     def _save_image(self, stem: str, victim: int, images: Tensor) -> str:

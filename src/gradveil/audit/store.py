@@ -1,5 +1,6 @@
 """Rows on disk: appended when they are finished, never lost, never written twice."""
 
+import hashlib
 import json
 import os
 import re
@@ -12,14 +13,28 @@ from gradveil.errors import DataError, OutputError
 
 Row = dict[str, Any]
 
+LONGEST_NAME = 80  # two of them and a word fit in the 255 that file systems take
+
 
 def slug(text: str) -> str:
-    """A spec as the name of a file or folder.
+    """A spec as the name of a file or folder: readable, one of its own for every spec, never too long.
+
+    The separators ``: , +`` become hyphens. Where anything else has to be replaced, or the name would be longer than
+    `LONGEST_NAME`, it is cut and ends with eight digits of the SHA-256 of the spec.
 
     >>> slug("top-k:keep=0.1+error-feedback")
     'top-k-keep=0.1-error-feedback'
+    >>> slug("ats:policy=flip|invert"), slug("ats:policy=flip>invert")
+    ('ats-policy=flip-invert-7f100a28', 'ats-policy=flip-invert-50c1fe53')
+    >>> len(slug("ats:policy=" + 100 * "flip|"))
+    80
     """
-    return re.sub(r"[^a-zA-Z0-9.=]+", "-", text).strip("-")
+    name = re.sub("[:,+]", "-", text)
+    safe = re.sub(r"[^a-zA-Z0-9.=_-]+", "-", name)
+    if safe == name and len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{safe[: LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
 def resume_command(folder: Path) -> str:
