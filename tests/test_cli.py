@@ -97,6 +97,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean dlg or idlg"),
         (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
+        (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "none.py' is not a Python file"),
         (["audit", "--defense", "top-k:keep=2"], "top-k: keep must be a number above 0 and at most 1, got 2"),
         (["audit", "--defense", "top-k:keep=much"], "got 'much' (str)"),
         (["audit", "--defense", "dual-pruning:k1=0.4,k2=0.75"], "k1 + k2 must be below 1, got 0.4 + 0.75 = 1.15"),
@@ -249,6 +250,19 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
         "gaussian-noise",
         "quantization",
     ]
+
+
+def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_command, tmp_path):
+    file = tmp_path / "mine.py"
+    words = "from torch import nn\ndef build(input_shape, classes):\n    return nn.Sequential({}, nn.Linear(784, classes))"
+    file.write_text(words.format("nn.Flatten(), nn.Sigmoid()"))
+    asked = f"train --model {file}@build --rounds 1 --clients 2 --batch-size 4 --out {tmp_path / 'out'}".split()
+    assert gradveil_command(*asked)[0] == 0
+    assert gradveil_command("train", "--resume", "--out", tmp_path / "out")[0] == 0
+    file.write_text(words.format("nn.Flatten(), nn.ReLU()"))
+    code, _, err = gradveil_command("train", "--resume", "--out", tmp_path / "out")
+    assert code == 2
+    assert "has changed since; choose another --out, or bring the file back" in err
 
 
 def test_train_resumes_only_where_there_is_a_folder(gradveil_command):

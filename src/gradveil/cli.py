@@ -32,6 +32,7 @@ from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
+from gradveil.federation.digests import model_file_digest
 from gradveil.federation.local import performance_maintenance
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
@@ -52,6 +53,7 @@ out = Console(highlight=False)
 INTERRUPTED = 130
 PIPE_WIDTH = 160
 ROOMY_WIDTH = 120
+MODEL_FILE = "model_file_digest"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -382,17 +384,26 @@ def _remember(settings: _TrainSettings, context: typer.Context, folder: Path, re
             for name, value in dataclasses.asdict(settings).items()
             if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
         }
-        unknown = dataclasses.asdict(settings).keys() ^ saved.keys()
+        unknown = {*dataclasses.asdict(settings), MODEL_FILE} ^ saved.keys()
         if unknown:
-            raise DataError(f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}")
+            raise DataError(
+                f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}; "
+                "start a new one with another --out"
+            )
+        began_with = saved.pop(MODEL_FILE)
         for name, value in given.items():
             if name != "compare" and value != saved[name]:
                 change = f"{name} was {saved[name]}, is {value}"
                 raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
         settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
+        if model_file_digest(settings.model) != began_with:
+            raise OutputError(
+                f"train: {folder} holds another training: the file of the model {settings.model} has changed since; "
+                "choose another --out, or bring the file back"
+            )
     settings.training()  # refuse what cannot be trained before it is saved
     assert settings.specs
-    write_json(path, dataclasses.asdict(settings))
+    write_json(path, {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)})
     return settings
 
 

@@ -178,6 +178,42 @@ def test_other_data_under_the_same_name_is_not_mixed_in(data_file, tmp_path):
         run(config, tmp_path / "out", resume=True)
 
 
+OWN_MODEL = """
+from torch import nn
+def build(input_shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 4), nn.ReLU(), nn.Linear(4, classes))
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("nn.ReLU()", "nn.Sigmoid()", "model_file_digest was"),  # in no weight
+        ("nn.Linear(144, 4)", "nn.utils.skip_init(nn.Linear, 144, 4).apply(lambda m: nn.init.ones_(m.weight))", "weights_digest was"),
+    ],
+)
+def test_another_model_under_the_same_name_is_not_mixed_in(data_file, tmp_path, old, new, differs):
+    file = tmp_path / "mine.py"
+    config = config_for(data_file, model=f"{file}@build", defenses=("none",), attacks=("idlg:iterations=1",), rounds=1)
+    file.write_text(OWN_MODEL)
+    run(config, tmp_path / "out")
+    run(config, tmp_path / "out", resume=True)
+    file.write_text(OWN_MODEL.replace(old, new))
+    with pytest.raises(OutputError, match=f"{differs}.*or bring back what it ran with"):
+        run(config, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize("split", ["x_train", "x_test"])
+def test_other_images_with_the_same_labels_are_not_mixed_in(data_file, tmp_path, split):
+    config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",), rounds=1)
+    run(config, tmp_path / "out")
+    arrays = dict(np.load(data_file))
+    arrays[split][-1, 0, 0, 0] ^= 1
+    np.savez(data_file, **arrays)
+    with pytest.raises(OutputError, match="data_digest was"):
+        run(config, tmp_path / "out", resume=True)
+
+
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_damaged_config_is_named(data_file, tmp_path, content):
     (tmp_path / "out").mkdir()

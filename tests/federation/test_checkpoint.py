@@ -118,6 +118,19 @@ def test_another_training_is_refused(tmp_path):
         run(tmp_path, resume=True, defense="none", training=dataclasses.replace(TRAINING, rounds=2))
 
 
+def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
+    short = dataclasses.replace(TRAINING, rounds=2)
+    run(tmp_path, training=short)
+    with monkeypatch.context() as patched, pytest.raises(OutputError, match=r"gradveil was .*, is 99; choose another"):
+        patched.setattr(gradveil, "__version__", "99")
+        run(tmp_path, resume=True, training=short)
+    other = blobs()
+    other.train.images[-1, 0, 0, 0] ^= 1
+    monkeypatch.setitem(globals(), "blobs", lambda: other)
+    with pytest.raises(OutputError, match=r"holds another training: data was \w{16}, is \w{16}; choose another"):
+        run(tmp_path, resume=True, training=short)
+
+
 def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path):
     assert len(run(tmp_path / "new", resume=True).rounds) == TRAINING.rounds
 

@@ -27,6 +27,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
 from gradveil.federation import Training, train
+from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
 from gradveil.federation.local import as_batch, performance_maintenance, split_public
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
@@ -151,8 +152,20 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
 
 
 def _refuse_other_circumstances(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """The config may be the same and the rows not: other data of the same name, another version, new weights."""
-    decisive = ("gradveil", "torch", "dataset_source", "victim_labels", "input_shape", "parameters", "threads", "lpips")
+    """The config may be the same and the rows not: other data or another model of the same name, another version."""
+    decisive = (
+        "gradveil",
+        "torch",
+        "dataset_source",
+        "data_digest",
+        "victim_labels",
+        "input_shape",
+        "parameters",
+        "weights_digest",
+        "model_file_digest",
+        "threads",
+        "lpips",
+    )
     _refuse_changes(
         folder,
         {name: before.get(name) for name in decisive},
@@ -262,9 +275,12 @@ class _Bench:
                 if True in self._knowledge(create_defense(spec), attack)
             ],
             "dataset_source": self.dataset.source,
+            "data_digest": data_digest(self.dataset),
             "input_shape": list(self.input_shape),
             "classes": list(self.dataset.classes),
             "parameters": self.task.size,
+            "weights_digest": weights_digest(self.task),
+            "model_file_digest": model_file_digest(self.config.model),
             "victim_labels": self.labels.tolist(),
             "lpips": self.scorer.lpips is not None,
             "torch": torch.__version__,

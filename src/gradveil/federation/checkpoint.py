@@ -5,18 +5,20 @@ neither has to be saved.
 """
 
 import dataclasses
-import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+import gradveil
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, OutputError
+from gradveil.federation.digests import data_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
@@ -146,23 +148,25 @@ class Checkpoints:
         differing = [key for key in {**saved, **self._identity} if saved.get(key) != self._identity.get(key)]
         if differing:
             changes = "; ".join(f"{key} was {saved.get(key)}, is {self._identity.get(key)}" for key in differing)
-            raise OutputError(f"train: {self.folder} holds another training: {changes}; choose another folder")
+            raise OutputError(
+                f"train: {self.folder} holds another training: {changes}; choose another folder, or bring back what it "
+                "ran with"
+            )
 
 
 def identify(
     task: Task, dataset: Dataset, defense: Defense, training: Training, execution: str
 ) -> dict[str, str | int | float | None]:
     """What two runs must have in common to be the same training; `task` at its initial weights."""
-    state = hashlib.sha256()
-    for name, value in (*task.parameters.items(), *task.buffers.items()):
-        state.update(f"{name} {list(value.shape)} {value.dtype}".encode())
-        state.update(value.detach().cpu().contiguous().reshape(-1).numpy().tobytes())
     settings = {**dataclasses.asdict(training), "local": str(training.local)}
     settings.pop("checkpoint_every")  # how often it is saved does not change what is trained
     return {
         **settings,
         "defense": str(defense),
         "dataset": f"{dataset.name}, {len(dataset.train)} images",
+        "data": data_digest(dataset),
         "execution": execution,
-        "initial weights": state.hexdigest(),
+        "initial weights": weights_digest(task),
+        "gradveil": gradveil.__version__,
+        "torch": torch.__version__,
     }

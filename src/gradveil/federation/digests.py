@@ -1,0 +1,46 @@
+"""Digests by which a run that goes on knows the model and the data it began with."""
+
+import hashlib
+from pathlib import Path
+
+from torch import Tensor
+
+from gradveil.data import Dataset
+from gradveil.registry import parse_spec
+from gradveil.task import Task
+
+DIGITS = 16
+
+
+def weights_digest(task: Task) -> str:
+    """Of all parameters and buffers, with their names."""
+    state = hashlib.sha256()
+    for name, value in (*task.parameters.items(), *task.buffers.items()):
+        state.update(f"{name} {list(value.shape)} {value.dtype}".encode())
+        state.update(_bytes(value))
+    return state.hexdigest()[:DIGITS]
+
+
+def data_digest(dataset: Dataset) -> str:
+    """Of all images and labels; 50 MB take a fraction of a second."""
+    state = hashlib.sha256()
+    for split in (dataset.train, dataset.test):
+        state.update(f"{list(split.images.shape)}".encode())
+        state.update(_bytes(split.images))
+        state.update(_bytes(split.labels))
+    return state.hexdigest()[:DIGITS]
+
+
+def model_file_digest(model: str) -> str | None:
+    """Of the file of a model ``FILE.py@FUNCTION``, for an activation is in no weight; None where there is no file.
+
+    >>> model_file_digest("lenet:init=uniform") is None
+    True
+    """
+    file, at, _ = parse_spec(model)[0].rpartition("@")
+    path = Path(file)
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS] if at and path.is_file() else None
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).numpy()).cast("B")
