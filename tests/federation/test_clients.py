@@ -190,6 +190,41 @@ def test_the_choice_is_made_by_size(monkeypatch):
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "batch"
 
 
+@pytest.mark.parametrize("local", LOCAL)
+def test_the_same_calls_run_compiled_when_a_training_is_resumed(monkeypatch, local):
+    """Compiled is what has the whole shape or fills up to it, whatever came first in this process."""
+    compiled = []
+
+    def stand_in(function, *, dynamic):
+        def call(weights, images, labels):
+            compiled.append(tuple(labels.shape))
+            return function(weights, images, labels)
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", stand_in)
+    task, training = task_of("mlp"), Training(clients=5, batch_size=6, local=LOCAL[local])
+    rounds = [batches_of(sizes) for sizes in ([1, 1, 1, 2, 2], [6, 2, 6, 5, 6], [6, 6, 6, 6, 6])]
+
+    def run(rounds):
+        clients = Clients(task, gradveil.defense("none"), training, "compile")
+        compiled.clear()
+        calls = []
+        for batches in rounds:
+            clients.share(task, batches, randomness, {})
+            calls.append(compiled.copy())
+            compiled.clear()
+        return calls
+
+    whole = run(rounds)
+    assert whole[1:] == run(rounds[1:])
+    assert whole[2:] == run(rounds[2:])
+    images = 6 if LOCAL[local] is None else 3
+    assert not whole[0]
+    assert {shape for calls in whole for shape in calls} == {(5, images)}
+    assert len(whole[2]) == (1 if LOCAL[local] is None else 4)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_clients_equal_the_loop():
@@ -197,7 +232,7 @@ def test_compiled_clients_equal_the_loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4))
     task = gradveil.Task(model, input_shape=SHAPE, classes=4)
-    batches = batches_of([4, 4, 4, 4, 4, 2])
+    batches = batches_of([6, 6, 6, 6, 6, 2])
     budget = 4 * 3 * (3 * 6 * task.activations + 6 * task.size)
     [shared] = shared_by("compile", task, gradveil.defense("none"), batches, None, memory_budget=budget)
     plain = {client: compute_update(task, *batch) for client, batch in batches.items()}

@@ -136,10 +136,11 @@ class Clients:
                 "use execution='loop' or 'auto'"
             )
         self._defense, self._training = defense, training
-        self._batched = _BatchedUpdates(task, training.local, compiled=self.execution == "compile")
         # Weights, gradients, velocities and a defense's copies; activations and what flows back through them.
         values = 3 * _images_a_step(training) * task.activations + 6 * task.size
         self._chunk = max(1, memory_budget // (values * task.dtype.itemsize))
+        whole = min(self._chunk, training.drawn_clients), _images_a_step(training)
+        self._batched = _BatchedUpdates(task, training.local, compiled=whole if self.execution == "compile" else None)
         # Clients that defend themselves one layer at a time: all of a chunk can do so together.
         self._together = isinstance(defense, Perturbation) and type(defense).perturb is Perturbation.perturb
         self._undefended: float | None = None
@@ -263,9 +264,15 @@ class _Round:
 
 
 class _BatchedUpdates:
-    """`compute_update` for many clients at once: gradients stacked ``[clients, *parameter shape]``."""
+    """`compute_update` for many clients at once: gradients stacked ``[clients, *parameter shape]``.
 
-    def __init__(self, task: Task, local: LocalSteps | None, *, compiled: bool) -> None:
+    Args:
+        task: the prepared task.
+        local: local steps; None: one gradient.
+        compiled: clients and images a step that the programs are compiled for; None: they are not.
+    """
+
+    def __init__(self, task: Task, local: LocalSteps | None, *, compiled: tuple[int, int] | None) -> None:
         self._local = local
         self._can_fill = task.loss_name == "cross-entropy" and not task.has_batch_statistics
         # Buffers that a round changes are batch-norm statistics, which no gradient depends on: see `Task`.
@@ -353,21 +360,22 @@ class _BatchedUpdates:
 
 
 class _Program:
-    """A vmapped gradient, compiled if asked: for the first shape it meets, which is that of almost all chunks."""
+    """A vmapped gradient, compiled if asked: for one shape, clients and images, and whatever fills up to it.
 
-    def __init__(self, function: Callable[..., Gradients], compiled: bool) -> None:
-        self._function = function
-        self._compiled = torch.compile(function, dynamic=False) if compiled else None
-        self._shape: tuple[int, int] | None = None
+    The shape is known before the first call, so that the same calls run compiled when a training is resumed: compiled
+    and not, they round differently.
+    """
+
+    def __init__(self, function: Callable[..., Gradients], compiled_for: tuple[int, int] | None) -> None:
+        self._function, self._shape = function, compiled_for
+        self._compiled = None if compiled_for is None else torch.compile(function, dynamic=False)
 
     def __call__(
         self, weights: Gradients, images: Tensor, labels: Tensor, *, rows_of_weights: bool = False
     ) -> Gradients:
         clients, length = labels.shape
-        if self._shape is None:
-            self._shape = clients, length
-        missing = self._shape[0] - clients
-        if self._compiled is None or length != self._shape[1] or not 0 <= missing <= clients:
+        missing = 0 if self._shape is None else self._shape[0] - clients
+        if self._shape is None or self._compiled is None or length != self._shape[1] or not 0 <= missing <= clients:
             return _detached(self._function(weights, images, labels), clients)
         # One shape, one compilation: a smaller chunk is filled up with its first client.
         if rows_of_weights:
