@@ -110,6 +110,12 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["train", "--rounds", "0"], "train: rounds must be a whole number of at least 1, got 0"),
         (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),
         (["train", "--partition", "sorted"], "sorted"),
+        (["train", "--evaluate-every", "0"], "evaluate_every must be a whole number of at least 1, got 0"),
+        (["train", "--local-lr", "0.1", "--local-batch", "4"], "expected --local-epochs with --local-lr, --local-batch"),
+        (["train", "--local-momentum", "0", "--out", "OUT/new"], "expected --local-epochs with --local-momentum"),
+        (["train", "--engine", "flower", "--execution", "auto"], "leave --execution out or use --engine local"),
+        (["train", "--engine", "flower", "--resume", "--out", "OUT/new"], "leave --resume out or use --engine local"),
+        (["audit", "--budget", "qick", "--attack", "dlg:iterations=2"], "one of quick, standard, thorough, got 'qick'"),
         (["list", "colours"], "expected one of defenses, attacks, datasets, models, got 'colours'"),
         (["data", "get", "minst"], "did you mean mnist"),
         (["audit", "--victims", "many"], "Invalid value for '--victims'"),
@@ -124,6 +130,7 @@ def test_errors_are_said_in_words(gradveil_command, tmp_path, words, message):
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    assert not (tmp_path / "new" / "config.json").exists()
 
 
 def test_train_prints_a_table_or_json(gradveil_command):

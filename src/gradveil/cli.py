@@ -23,6 +23,7 @@ import gradveil
 from gradveil import checks, models, report
 from gradveil import data as datasets
 from gradveil.attacks import ATTACKS
+from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
@@ -166,6 +167,7 @@ def audit(
 
 def _with_presets(attacks: list[str], budget: str, dataset: str | None, model: str | None) -> tuple[str, ...]:
     """The attacks, those without parameters of their own with the preset for this data and model."""
+    checks.choice("audit", "budget", budget, BUDGETS)
     names = [
         parse_spec(given or default)[0]
         for given, default in ((dataset, AuditConfig.dataset), (model, AuditConfig.model))
@@ -245,17 +247,21 @@ def train(
         engine=engine,
         seed=seed,
     )
-    checks.choice("train", "engine", engine, ("local", "flower"))
-    if engine == "flower" and resume:
-        raise ParameterError(
-            "train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local"
-        )
+    given = {
+        name
+        for name in dataclasses.asdict(settings)
+        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
+    }
     if output is not None:
-        settings = _remember(settings, context, output, resume)
+        settings = _as_saved(settings, given, output, resume)
     elif resume:
         raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
+    _refuse_ignored(settings, given, resume)
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
+    if output is not None:  # only now, when nothing of it was refused
+        digest = model_file_digest(settings.model)
+        write_json(output / "config.json", {**dataclasses.asdict(settings), MODEL_FILE: digest})
     torch.set_num_threads(choose_threads(task.size))
     results: dict[str, TrainingResult] = {}
     try:
@@ -357,7 +363,7 @@ class _TrainSettings:
             schedule=self.schedule,
             scheme=scheme,
             local=local,
-            evaluate_every=self.evaluate_every or max(1, self.rounds // 10),
+            evaluate_every=max(1, self.rounds // 10) if self.evaluate_every is None else self.evaluate_every,
             seed=self.seed,
             **shares,
         )
@@ -371,40 +377,52 @@ class _TrainSettings:
         return Task(net, input_shape=shape, classes=classes), loaded
 
 
-def _remember(settings: _TrainSettings, context: typer.Context, folder: Path, resume: bool) -> _TrainSettings:
-    """The settings, saved for the next time; on resuming those that were, but more defenses may be compared."""
+def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
+    """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
     prepare_folder(folder)
     path = folder / "config.json"
-    if path.exists() and not resume:
+    if not path.exists():
+        return settings
+    if not resume:
         raise OutputError(f"train: {folder} holds a training already; go on with --resume or choose another --out")
-    if path.exists():
-        saved = read_config(path)
-        given = {
-            name: value
-            for name, value in dataclasses.asdict(settings).items()
-            if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
-        }
-        unknown = {*dataclasses.asdict(settings), MODEL_FILE} ^ saved.keys()
-        if unknown:
-            raise DataError(
-                f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}; "
-                "start a new one with another --out"
-            )
-        began_with = saved.pop(MODEL_FILE)
-        for name, value in given.items():
-            if name != "compare" and value != saved[name]:
-                change = f"{name} was {saved[name]}, is {value}"
-                raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
-        settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
-        if model_file_digest(settings.model) != began_with:
-            raise OutputError(
-                f"train: {folder} holds another training: the file of the model {settings.model} has changed since; "
-                "choose another --out, or bring the file back"
-            )
-    settings.training()  # refuse what cannot be trained before it is saved
-    assert settings.specs
-    write_json(path, {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)})
+    saved, asked = read_config(path), dataclasses.asdict(settings)
+    unknown = {*asked, MODEL_FILE} ^ saved.keys()
+    if unknown:
+        raise DataError(
+            f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}; "
+            "start a new one with another --out"
+        )
+    began_with = saved.pop(MODEL_FILE)
+    for name in asked:
+        if name in given - {"compare"} and asked[name] != saved[name]:
+            change = f"{name} was {saved[name]}, is {asked[name]}"
+            raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
+    settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
+    if model_file_digest(settings.model) != began_with:
+        raise OutputError(
+            f"train: {folder} holds another training: the file of the model {settings.model} has changed since; "
+            "choose another --out, or bring the file back"
+        )
     return settings
+
+
+def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:
+    """Refuse options that would change nothing."""
+    checks.choice("train", "engine", settings.engine, ("local", "flower"))
+    if settings.engine == "flower" and resume:
+        raise ParameterError(
+            "train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local"
+        )
+    if settings.engine == "flower" and "execution" in given:
+        raise ParameterError(
+            "train: Flower's simulation runs its clients in its own way; leave --execution out or use --engine local"
+        )
+    local = [f"--{name.replace('_', '-')}" for name in ("local_lr", "local_batch", "local_momentum") if name in given]
+    if settings.local_epochs is None and local:
+        raise ParameterError(
+            f"train: expected --local-epochs with {', '.join(local)}, for without it clients take no local steps; "
+            "add it or leave them out"
+        )
 
 
 def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Row:
