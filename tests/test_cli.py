@@ -105,7 +105,9 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--victims", "100000", "--out", "OUT"], "ask for fewer victims"),
         (["audit", "--dataset", "OUT/broken.npz", "--out", "OUT"], "broken.npz"),
         (["audit", "--model", "vgg11", "--dataset", "OUT/small.npz", "--out", "OUT"], "images must be at least"),
-        (["audit", "--out", "OUT/broken.npz/inside"], "expected a folder that can be written to"),
+        (["audit", "--out", "OUT/broken.npz/inside"], "audit: expected a folder that can be written to"),
+        (["train", "--out", "OUT/broken.npz/inside"], "train: expected a folder that can be written to"),
+        (["train", "--resume", "--out", "OUT/damaged"], "expected JSON, got something else"),
         (["train", "--defense", "nothing"], "unknown defense 'nothing'"),
         (["train", "--rounds", "0"], "train: rounds must be a whole number of at least 1, got 0"),
         (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),
@@ -126,10 +128,13 @@ def test_errors_are_said_in_words(gradveil_command, tmp_path, words, message):
     (tmp_path / "broken.npz").write_bytes(b"PK\x03\x04 cut short")
     small = np.zeros((120, 12, 12, 1), dtype=np.uint8)
     np.savez(tmp_path / "small.npz", x_train=small, y_train=np.arange(120) % 2, x_test=small, y_test=np.arange(120) % 2)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
     code, _, err = gradveil_command(*(word.replace("OUT", str(tmp_path)) for word in words))
     assert code == 2
     assert message in err
     assert "Traceback" not in err
+    assert words[0] == "audit" or "audit" not in err.replace(str(tmp_path), "")
     assert not (tmp_path / "new" / "config.json").exists()
 
 

@@ -379,7 +379,7 @@ class _TrainSettings:
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
     """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
-    prepare_folder(folder)
+    prepare_folder(folder, "train")
     path = folder / "config.json"
     if not path.exists():
         return settings

@@ -40,15 +40,15 @@ def test_json_is_written_whole(tmp_path):
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(OutputError, match="expected a folder that can be written to"):
-        prepare_folder(blocked / "inside")
+    with pytest.raises(OutputError, match="^train: expected a folder that can be written to"):
+        prepare_folder(blocked / "inside", "train")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_refused(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(OutputError, match="Permission denied"):
-        prepare_folder(Path(tmp_path))
+        prepare_folder(Path(tmp_path), "audit")
 
 
 def test_names_of_short_specs_are_readable():

@@ -163,7 +163,7 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         fields = json.loads(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path}: expected JSON, got something else ({error}); start a new audit") from error
+        raise DataError(f"{path}: expected JSON, got something else ({error}); choose another --out") from error
     if not isinstance(fields, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; start a new audit")
+        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; choose another --out")
     return fields

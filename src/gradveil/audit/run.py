@@ -91,7 +91,7 @@ def run(
         resume: go on in a folder that holds results of the same config.
         progress: called as the work proceeds.
     """
-    prepare_folder(folder)
+    prepare_folder(folder, "audit")
     try:
         with FileLock(folder / ".lock", blocking=False):
             _run(config, folder, resume, progress)

@@ -46,8 +46,8 @@ def resume_command(folder: Path) -> str:
     return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
 
 
-def prepare_folder(folder: Path) -> None:
-    """Make the output folder and prove that it can be written to."""
+def prepare_folder(folder: Path, owner: str) -> None:
+    """Make the output folder of `owner`, a command, and prove that it can be written to."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def prepare_folder(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise OutputError(
-            f"audit: expected a folder that can be written to, got {folder}: {error.strerror}; "
+            f"{owner}: expected a folder that can be written to, got {folder}: {error.strerror}; "
             "choose another with --out"
         ) from error
 
