@@ -72,6 +72,23 @@ def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
     assert config["attacks"] == ["idlg:iterations=150,restarts=1,mute=none", "dlg:iterations=2,restarts=1,mute=none"]
 
 
+def test_a_budget_on_resuming_suits_the_data_and_the_model_of_the_audit(gradveil_command, tmp_path, monkeypatch):
+    asked = []
+
+    def note(config, folder, **options):
+        asked.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradveil.cli.run_audit", note)
+    first = "audit --dataset cifar10 --model resnet18 --attack dlg --budget quick --out".split()
+    gradveil_command(*first, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(asked[0].to_json()))
+    gradveil_command("audit", "--resume", "--budget", "quick", "--out", tmp_path)
+    assert asked[1] == asked[0]
+    gradveil_command("audit", "--resume", "--budget", "quick", "--attack", "dlg", "--out", tmp_path)
+    assert asked[2] == asked[0]
+
+
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
 def test_paths_are_printed_as_they_are(gradveil_command, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")

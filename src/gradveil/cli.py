@@ -137,15 +137,13 @@ def audit(
         "lr": lr,
         "seed": seed,
     }
-    if budget is not None:
-        asked["attacks"] = _with_presets(attack or ["idlg", "inverting-gradients"], budget, dataset, model)
-    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     saved = output / "config.json" if output else None
-    if resume and saved and saved.exists():
-        # What is not said again stays as it was.
-        config = dataclasses.replace(AuditConfig.from_json(read_config(saved)), **given)
-    else:
-        config = AuditConfig(**given)
+    # On resuming, what is not said again stays as it was.
+    base = AuditConfig.from_json(read_config(saved)) if resume and saved and saved.exists() else AuditConfig()
+    if budget is not None:
+        asked["attacks"] = _with_presets(attack, budget, dataset, model, base)
+    given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    config = dataclasses.replace(base, **given)
     folder = output or default_folder(config)
     say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
@@ -165,16 +163,15 @@ def audit(
         out.print(f"report: {page}", markup=False, soft_wrap=True)
 
 
-def _with_presets(attacks: list[str], budget: str, dataset: str | None, model: str | None) -> tuple[str, ...]:
+def _with_presets(
+    attacks: list[str] | None, budget: str, dataset: str | None, model: str | None, base: AuditConfig
+) -> tuple[str, ...]:
     """The attacks, those without parameters of their own with the preset for this data and model."""
     checks.choice("audit", "budget", budget, BUDGETS)
-    names = [
-        parse_spec(given or default)[0]
-        for given, default in ((dataset, AuditConfig.dataset), (model, AuditConfig.model))
-    ]
+    data_name, model_name = parse_spec(dataset or base.dataset)[0], parse_spec(model or base.model)[0]
     return tuple(
-        spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=names[0], model=names[1]))
-        for spec in attacks
+        spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
+        for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
     )
 
 
