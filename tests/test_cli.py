@@ -75,7 +75,7 @@ def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
 def test_a_budget_on_resuming_suits_the_data_and_the_model_of_the_audit(gradveil_command, tmp_path, monkeypatch):
     asked = []
 
-    def note(config, folder, **options):
+    def note(config, _folder, **_options):
         asked.append(config)
         raise KeyboardInterrupt
 
@@ -130,7 +130,10 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),
         (["train", "--partition", "sorted"], "sorted"),
         (["train", "--evaluate-every", "0"], "evaluate_every must be a whole number of at least 1, got 0"),
-        (["train", "--local-lr", "0.1", "--local-batch", "4"], "expected --local-epochs with --local-lr, --local-batch"),
+        (
+            ["train", "--local-lr", "0.1", "--local-batch", "4"],
+            "expected --local-epochs with --local-lr, --local-batch",
+        ),
         (["train", "--local-momentum", "0", "--out", "OUT/new"], "expected --local-epochs with --local-momentum"),
         (["train", "--engine", "flower", "--execution", "auto"], "leave --execution out or use --engine local"),
         (["train", "--engine", "flower", "--resume", "--out", "OUT/new"], "leave --resume out or use --engine local"),
@@ -283,7 +286,9 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
 
 def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_command, tmp_path):
     file = tmp_path / "mine.py"
-    words = "from torch import nn\ndef build(input_shape, classes):\n    return nn.Sequential({}, nn.Linear(784, classes))"
+    words = (
+        "from torch import nn\ndef build(input_shape, classes):\n    return nn.Sequential({}, nn.Linear(784, classes))"
+    )
     file.write_text(words.format("nn.Flatten(), nn.Sigmoid()"))
     asked = f"train --model {file}@build --rounds 1 --clients 2 --batch-size 4 --out {tmp_path / 'out'}".split()
     assert gradveil_command(*asked)[0] == 0

@@ -121,9 +121,10 @@ def test_another_training_is_refused(tmp_path):
 def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
     short = dataclasses.replace(TRAINING, rounds=2)
     run(tmp_path, training=short)
-    with monkeypatch.context() as patched, pytest.raises(OutputError, match=r"gradveil was .*, is 99; choose another"):
+    with monkeypatch.context() as patched:
         patched.setattr(gradveil, "__version__", "99")
-        run(tmp_path, resume=True, training=short)
+        with pytest.raises(OutputError, match=r"gradveil was .*, is 99; choose another"):
+            run(tmp_path, resume=True, training=short)
     other = blobs()
     other.train.images[-1, 0, 0, 0] ^= 1
     monkeypatch.setitem(globals(), "blobs", lambda: other)

@@ -43,4 +43,4 @@ def model_file_digest(model: str) -> str | None:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().reshape(-1).numpy()).cast("B")
+    return tensor.detach().cpu().contiguous().numpy().data
