@@ -27,7 +27,7 @@ from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import Row, prepare_folder, resume_command, slug, write_json
+from gradveil.audit.store import CONFIG, Row, prepare_folder, resume_command, slug, write_json
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -137,7 +137,7 @@ def audit(
         "lr": lr,
         "seed": seed,
     }
-    saved = output / "config.json" if output else None
+    saved = output / CONFIG if output else None
     # On resuming, what is not said again stays as it was.
     base = AuditConfig.from_json(read_config(saved)) if resume and saved and saved.exists() else AuditConfig()
     if budget is not None:
@@ -258,7 +258,7 @@ def train(
     training, task, loaded = settings.training(), *settings.load()
     if output is not None:  # only now, when nothing of it was refused
         digest = model_file_digest(settings.model)
-        write_json(output / "config.json", {**dataclasses.asdict(settings), MODEL_FILE: digest})
+        write_json(output / CONFIG, {**dataclasses.asdict(settings), MODEL_FILE: digest})
     torch.set_num_threads(choose_threads(task.size))
     results: dict[str, TrainingResult] = {}
     try:
@@ -377,7 +377,7 @@ class _TrainSettings:
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
     """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
     prepare_folder(folder, "train")
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.exists():
         return settings
     if not resume:

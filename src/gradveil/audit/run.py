@@ -22,7 +22,18 @@ from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as create_attack
 from gradveil.audit.config import AuditConfig, read_config
 from gradveil.audit.match import Costs, Price, match
-from gradveil.audit.store import JsonLines, Row, prepare_folder, slug, write_json
+from gradveil.audit.store import (
+    BLIND_GUESS,
+    CONFIG,
+    MATCHES,
+    RESULTS,
+    UTILITY,
+    JsonLines,
+    Row,
+    prepare_folder,
+    slug,
+    write_json,
+)
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
@@ -33,9 +44,6 @@ from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 from gradveil.task import Task
 from gradveil.update import Update
-
-BLIND_GUESS = "blind-guess"
-RESULTS, UTILITY, MATCHES = "results.jsonl", "utility.jsonl", "match.jsonl"
 
 Batch = tuple[Tensor, Tensor]
 Tell = Callable[..., None]  # (steps done, steps in all)
@@ -105,7 +113,7 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
     before = _earlier(config, folder, resume)
     bench = _Bench(config, folder)
     if before is None:
-        write_json(folder / "config.json", bench.description())
+        write_json(folder / CONFIG, bench.description())
     else:
         _refuse_other_circumstances(folder, before, bench.description())
     pieces = list(bench.pieces())
@@ -135,12 +143,12 @@ def choose_execution(task: Task, batch_size: int) -> str:
 
 def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:
     """What config.json says of an earlier run of this very config; None if the folder holds no audit."""
-    path = folder / "config.json"
+    path = folder / CONFIG
     if not path.exists():
         for name in (RESULTS, UTILITY, MATCHES):
             if (folder / name).exists():
                 raise OutputError(
-                    f"audit: {folder} holds {name} but no config.json that tells what it is; choose another --out"
+                    f"audit: {folder} holds {name} but no {CONFIG} that tells what it is; choose another --out"
                 )
         return None
     if not resume:

@@ -13,6 +13,10 @@ from gradveil.errors import DataError, OutputError
 
 Row = dict[str, Any]
 
+CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
+BLIND_GUESS = "blind-guess"
+"""What a row calls the attack that has no update to attack."""
+
 LONGEST_NAME = 80  # two of them and a word fit in the 255 that file systems take
 
 

@@ -11,7 +11,7 @@ from statistics import fmean
 from gradveil.audit.statistics import possible_share
 from gradveil.report.read import UNDEFENDED, Attempt, Audit
 from gradveil.report.scores import gain_over_plain, gain_over_undefended, score, strongest
-from gradveil.report.text import join, percent, plural
+from gradveil.report.text import join, names, percent, plural
 
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
 # Shares of all the descent of a loss, from start to end. On MNIST and LeNet, Inverting Gradients made at most .0005 of
@@ -240,8 +240,8 @@ def _stronger_does_worse(audit: Audit) -> Iterator[str]:
         ]
         if better:
             yield (
-                f"`{audit.short(method)}` recovers more under {_names(better)} than undefended, which a sound attack "
-                "should not: it had not converged or was lucky."
+                f"`{audit.short(method)}` recovers more under {names(better, NAMED)} than undefended, which a sound "
+                "attack should not: it had not converged or was lucky."
             )
 
 
@@ -290,8 +290,8 @@ def _training_too_short(audit: Audit) -> Iterator[str]:
     if learning:
         most = max(gains[defense] for defense in learning)
         yield (
-            f"The models under {_names(learning)} were still learning: up to {100 * most:.1f} points of accuracy from "
-            "the last but one fifth of the rounds to the last."
+            f"The models under {names(learning, NAMED)} were still learning: up to {100 * most:.1f} points of accuracy "
+            "from the last but one fifth of the rounds to the last."
         )
 
 
@@ -344,15 +344,9 @@ def _list(audit: Audit, pairs: Sequence[tuple[str, str]]) -> str:
         by_attack.setdefault(attack, []).append(defense)
     clauses = []
     for attack, defenses in by_attack.items():
-        where = _names([defense for defense in defenses if defense != UNDEFENDED])
+        where = names([defense for defense in defenses if defense != UNDEFENDED], NAMED)
         clauses.append(
             f"`{audit.short(attack)}` "
             + " and ".join(filter(None, ["undefended" * (UNDEFENDED in defenses), where and f"under {where}"]))
         )
     return join(clauses)
-
-
-def _names(defenses: Sequence[str]) -> str:
-    if len(defenses) > NAMED:
-        return f"{len(defenses)} of the defenses"
-    return join([f"`{defense}`" for defense in defenses])

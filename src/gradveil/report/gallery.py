@@ -4,8 +4,9 @@ import base64
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gradveil.audit.store import BLIND_GUESS
 from gradveil.report.images import load, original
-from gradveil.report.read import ADAPTIVE, BLIND_GUESS, Attempt, Audit, title
+from gradveil.report.read import ADAPTIVE, Attempt, Audit, title
 from gradveil.report.scores import score
 
 MOST_VICTIMS = 12  # in the picture; the tables count all

@@ -13,11 +13,10 @@ from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
 from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit, adaptive
 from gradveil.report.scores import Score, score
-from gradveil.report.text import join, percent, plural
+from gradveil.report.text import join, names, percent, plural
 
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
-NAMED_TOGETHER = 6  # more than this are only counted in it
 MISLED = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
 
 
@@ -116,13 +115,6 @@ def _noun(audit: Audit) -> str:
     return "images" if audit.images == 1 else "batches"
 
 
-def _names(defenses: Sequence[str]) -> str:
-    """Defenses in a sentence, or how many there are when nobody would read them all."""
-    if len(defenses) > NAMED_TOGETHER:
-        return f"{len(defenses)} of the defenses"
-    return join([f"`{defense}`" for defense in defenses])
-
-
 def _lead(audit: Audit) -> Sentence:
     if not audit.attempts:
         return Sentence("No attack has finished yet.", Outcome.UNKNOWN)
@@ -166,9 +158,9 @@ def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
         return
     adapted = [defense for defense in defenses if _adapted(audit, defense) == _working_methods(audit)]
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
-    text = f"{_names(defenses)} stop {attacks}"
+    text = f"{names(defenses)} stop {attacks}"
     if adapted:
-        text += ", even adapted to them" if adapted == defenses else f", {_names(adapted)} even adapted ones"
+        text += ", even adapted to them" if adapted == defenses else f", {names(adapted)} even adapted ones"
     if kept:
         best, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
         text += (
@@ -180,7 +172,7 @@ def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
 
 def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if len(defenses) > NAMED_ONE_BY_ONE:
-        yield f"{_names(defenses)} are not enough: under each, an attack still recovers some {_noun(audit)}."
+        yield f"{names(defenses)} are not enough: under each, an attack still recovers some {_noun(audit)}."
         return
     for defense in defenses:
         attack, result = max(_results(audit, defense), key=lambda pair: (_share(pair[1]), pair[1].psnr))
@@ -194,7 +186,7 @@ def _failing(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if defenses:
         verb = "does" if len(defenses) == 1 else "do"
         yield (
-            f"{_names(defenses)} {verb} not help: as large a share of the "
+            f"{names(defenses)} {verb} not help: as large a share of the "
             f"{_noun(audit)} is recovered as without a defense."
         )
 
@@ -202,7 +194,7 @@ def _failing(audit: Audit, defenses: list[str]) -> Iterator[str]:
 def _unfinished(defenses: list[str]) -> Iterator[str]:
     if defenses:
         verb = "is" if len(defenses) == 1 else "are"
-        yield f"{_names(defenses)} {verb} not judged yet: attacks are missing."
+        yield f"{names(defenses)} {verb} not judged yet: attacks are missing."
 
 
 def _ignorant(audit: Audit, defense: str, attack: str, result: Score) -> str:
@@ -257,7 +249,7 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
         asked = len(audit.expected) * audit.victims
         parts.append(f"{len(attempts):,} of {plural(asked, 'attack run')}")
     if costs:
-        parts.append(f"the cost in accuracy of {_names(costs)}")
+        parts.append(f"the cost in accuracy of {names(costs)}")
     if parts:
         verb = "are" if attempts else "is"
         yield (
@@ -272,13 +264,13 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     fed_back = [defense for defense in audit.real_defenses if "+error-feedback" in defense]
     if fed_back:
         yield (
-            f"{_names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
+            f"{names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
             "held back; later rounds send of it what the defense lets through."
         )
     named_private = [defense for defense in audit.real_defenses if "optimal-dp-sgd" in defense]
     if named_private:
         yield (
-            f"{_names(named_private)}: in spite of the name no differential privacy, so there is no (epsilon, delta): "
+            f"{names(named_private)}: in spite of the name no differential privacy, so there is no (epsilon, delta): "
             "it clips coordinates, not examples, and its noise depends on the data."
         )
     stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
@@ -289,11 +281,11 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
         if len(methods) < len(_working_methods(audit)):
             who = f"of the attacks only {_short_names(audit, methods)}" if methods else "no attack that works here"
             verb = "were" if len(methods) > 1 else "was"
-            yield f"{_names(defenses)}: {who} {verb} adapted to the defense; others that know it may recover more."
+            yield f"{names(defenses)}: {who} {verb} adapted to the defense; others that know it may recover more."
     misled = [defense for defense in stopping if _labels_right(audit, defense) < MISLED]
     if misled:
         yield (
-            f"{_names(misled)}: most labels were inferred wrongly, and with a wrong label no image is found. An "
+            f"{names(misled)}: most labels were inferred wrongly, and with a wrong label no image is found. An "
             "attacker who has the labels, or tries them all, may recover more: see `--labels known`."
         )
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY
 from gradveil.errors import DataError
 
-BLIND_GUESS = "blind-guess"
 UNDEFENDED = "none"
 ADAPTIVE = " (adaptive)"
 
@@ -160,14 +160,14 @@ def read(folder: Path) -> Audit:
     broken raises `DataError` with the file and the line.
     """
     folder = Path(folder)
-    config = _read_config(folder / "config.json")
+    config = _read_config(folder / CONFIG)
     torn: list[str] = []
-    rows = [_attempt(fields) for fields in _read_lines(folder / "results.jsonl", torn)]
-    utility = [_utility(fields) for fields in _read_lines(folder / "utility.jsonl", torn)]
-    matches = [_matched(fields) for fields in _read_lines(folder / "match.jsonl", torn)]
-    _refuse_repeats("results.jsonl", [(row.defense, row.attack, row.victim) for row in rows])
-    _refuse_repeats("utility.jsonl", [(row.defense,) for row in utility])
-    _refuse_repeats("match.jsonl", [(row.asked,) for row in matches])
+    rows = [_attempt(fields) for fields in _read_lines(folder / RESULTS, torn)]
+    utility = [_utility(fields) for fields in _read_lines(folder / UTILITY, torn)]
+    matches = [_matched(fields) for fields in _read_lines(folder / MATCHES, torn)]
+    _refuse_repeats(RESULTS, [(row.defense, row.attack, row.victim) for row in rows])
+    _refuse_repeats(UTILITY, [(row.defense,) for row in utility])
+    _refuse_repeats(MATCHES, [(row.asked,) for row in matches])
 
     attempts = tuple(row for row in rows if row.attack != BLIND_GUESS)
     methods = config.texts("attacks")

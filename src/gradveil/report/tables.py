@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gradveil.audit.statistics import Interval, rank
-from gradveil.report.read import BLIND_GUESS, UNDEFENDED, Audit, Matched, Utility
+from gradveil.audit.store import BLIND_GUESS
+from gradveil.report.read import UNDEFENDED, Audit, Matched, Utility
 from gradveil.report.scores import Score, gain_over_plain, gain_over_undefended, psnr_of, score, scores, strongest
 from gradveil.report.text import percent, ratio, seconds, size
 

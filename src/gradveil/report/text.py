@@ -12,6 +12,17 @@ def join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
+def names(defenses: Sequence[str], most: int = 6) -> str:
+    """Defenses in a sentence, or how many there are when nobody would read them all.
+
+    >>> names(["top-k:keep=0.2", "precode"]), names(["top-k:keep=0.2", "precode"], most=1)
+    ('`top-k:keep=0.2` and `precode`', '2 of the defenses')
+    """
+    if len(defenses) > most:
+        return f"{len(defenses)} of the defenses"
+    return join([f"`{defense}`" for defense in defenses])
+
+
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
