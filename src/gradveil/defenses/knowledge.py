@@ -155,9 +155,9 @@ def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], 
     def read(expected: Gradients, update: Gradients) -> Reading:
         values = {name: value / scale for name, value in update.items()}
         misfit = {name: (expected[name] - value).abs() for name, value in values.items()}
-        together = torch.cat([value.flatten() for value in misfit.values()]).sort().values
+        together = torch.cat([value.flatten() for value in misfit.values()])
         sure = keep * len(together) - 3 * math.sqrt(keep * (1 - keep) * len(together))
-        limit = together[max(0, math.floor(sure) - 1)]
+        limit = together.detach().kthvalue(max(1, math.floor(sure))).values
         return Reading(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
 
     return read
