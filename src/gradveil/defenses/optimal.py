@@ -80,20 +80,28 @@ class SensitivityDriven(StepDefense):
         return gradients
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`)."""
+        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
+
+        In the local form the noise of each coordinate depends on the image and can only be guessed; trusting all alike
+        is then never worse, and on deep networks much better.
+        """
         if self.idle:
             return NOTHING_TO_KNOW
         of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
         variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
         typical = typical_variance(variance)  # 0: it only clips
-        return {
-            "weighted": Knowledge(
-                "trusts each coordinate by the noise it should have, weighs an image prior",
-                expect=None if local else each_round(self.clipped),
-                read=read_weighted(variance) if typical else None,
-                variance=typical,
-            )
-        }
+        expect = None if local else each_round(self.clipped)
+        weighted = Knowledge(
+            "trusts each coordinate by the noise it should have, weighs an image prior",
+            expect=expect,
+            read=read_weighted(variance) if typical else None,
+            variance=typical,
+        )
+        if self.form == "global" or not typical:
+            return {"weighted": weighted}
+        mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
+        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
+        return {"prior": prior, "weighted": weighted}
 
     def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
         """The noise variance of each coordinate, from its s^2 and g^2."""
