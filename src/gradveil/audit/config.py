@@ -22,7 +22,7 @@ DEFENSES = (
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = ("idlg:iterations=200", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
+ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class AuditConfig:
     match: str | None = None
     chunk: int = 8
     rounds: int = 500
-    clients: int = 10
+    clients: int = 8
     client_batch: int = 16
     lr: float = 0.015
     seed: int = 0
