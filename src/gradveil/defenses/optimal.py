@@ -79,50 +79,6 @@ class SensitivityDriven(StepDefense):
         """The gradients as they are before the noise; a coordinate that is changed here does not react to inputs."""
         return gradients
 
-    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
-
-        In the local form the noise of each coordinate depends on the image and can only be guessed. Trusting all alike
-        then does as well on a LeNet, and better on a resnet18, where the guess misleads (experiments/adaptive).
-        """
-        if self.idle:
-            return NOTHING_TO_KNOW
-        of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
-        variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
-        typical = typical_variance(variance)  # 0: it only clips
-        expect = None if local else each_round(self.clipped)
-        weighted = Knowledge(
-            "trusts each coordinate by the noise it should have, weighs an image prior",
-            expect=expect,
-            read=read_weighted(variance) if typical else None,
-            variance=typical,
-        )
-        if self.form == "global" or not typical:
-            return {"weighted": weighted}
-        mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
-        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
-        return {"prior": prior, "weighted": weighted}
-
-    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
-        """The noise variance of each coordinate, from its s^2 and g^2."""
-        raise NotImplementedError(f"{self.name} adds no noise")
-
-    def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
-        """The variance in use: known in the global form; in the local one that of random images, averaged."""
-        if self.measured is not None:
-            return self.variance(*self.measured)
-        generator = derived_generator(0, "guessed variance", device=task.device)
-        total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
-        for _ in range(GUESSES):
-            shape = (batch_size, *task.input_shape)
-            inputs = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-            labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
-            weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
-            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
-            for name, value in self.variance(sensitivity, weight).items():
-                total[name] += value / GUESSES
-        return total
-
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """In the global form: measure on the public examples, one at a time."""
         if self.form == "local":
@@ -195,6 +151,54 @@ class SensitivityDriven(StepDefense):
 
 
 # What a client remembers of its sensitivity: the tensors, and for how many more rounds they serve.
+
+
+class SensitivityNoise(SensitivityDriven):
+    """One that adds noise: subclasses also write `variance`."""
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
+
+        In the local form the noise of each coordinate depends on the image and can only be guessed. Trusting all alike
+        then does as well on a LeNet, and better on a resnet18, where the guess misleads (experiments/adaptive).
+        """
+        if self.idle:
+            return NOTHING_TO_KNOW
+        of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
+        variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
+        typical = typical_variance(variance)  # 0: it only clips
+        expect = None if local else each_round(self.clipped)
+        weighted = Knowledge(
+            "trusts each coordinate by the noise it should have, weighs an image prior",
+            expect=expect,
+            read=read_weighted(variance) if typical else None,
+            variance=typical,
+        )
+        if self.form == "global" or not typical:
+            return {"weighted": weighted}
+        mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
+        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
+        return {"prior": prior, "weighted": weighted}
+
+    @abstractmethod
+    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
+        """The noise variance of each coordinate, from its s^2 and g^2."""
+
+    def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
+        """The variance in use: known in the global form; in the local one that of random images, averaged."""
+        if self.measured is not None:
+            return self.variance(*self.measured)
+        generator = derived_generator(0, "guessed variance", device=task.device)
+        total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        for _ in range(GUESSES):
+            shape = (batch_size, *task.input_shape)
+            inputs = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
+            labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
+            weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
+            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
+            for name, value in self.variance(sensitivity, weight).items():
+                total[name] += value / GUESSES
+        return total
 
 
 def _start_round(memory: Memory, every: int) -> None:

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Strength
-from gradveil.defenses.optimal import SensitivityDriven, add_noise, optimal_variance
+from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
 from gradveil.task import Gradients
 
 
 @DEFENSES.register("optimal-dp-sgd")
 @dataclass(repr=False)
-class OptimalDpSgd(SensitivityDriven):
+class OptimalDpSgd(SensitivityNoise):
     r"""Clip each coordinate, add optimal noise where nothing was clipped; carries **no (epsilon, delta)**.
 
     .. math:: \tilde g_i = \max(-P, \min(P, g_i)) + N(0, \Sigma_{ii}), \quad

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Strength
-from gradveil.defenses.optimal import SensitivityDriven, add_noise, optimal_variance
+from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
 from gradveil.task import Gradients
 
 
 @DEFENSES.register("optimal-noise")
 @dataclass(repr=False)
-class OptimalNoise(SensitivityDriven):
+class OptimalNoise(SensitivityNoise):
     r"""Normal noise whose variance follows sensitivity over gradient.
 
     .. math:: \tilde g_i = g_i + N(0, \Sigma_{ii}), \quad
