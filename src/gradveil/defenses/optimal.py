@@ -150,9 +150,6 @@ class SensitivityDriven(StepDefense):
             raise InputError(f"{self.name}: prepared for layers {expected}, got {got}; prepare it for this model")
 
 
-# What a client remembers of its sensitivity: the tensors, and for how many more rounds they serve.
-
-
 class SensitivityNoise(SensitivityDriven):
     """One that adds noise: subclasses also write `variance`."""
 
@@ -199,6 +196,9 @@ class SensitivityNoise(SensitivityDriven):
             for name, value in self.variance(sensitivity, weight).items():
                 total[name] += value / GUESSES
         return total
+
+
+# What a client remembers of its sensitivity: the tensors, and for how many more rounds they serve.
 
 
 def _start_round(memory: Memory, every: int) -> None:
