@@ -269,10 +269,10 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
     def mean(tensors: Sequence[Tensor]) -> Tensor:
         if not tensors[0].is_floating_point():  # a count of batches: every client says the same
             return tensors[0]
-        return sum(
-            (share * tensor for share, tensor in zip(shares, tensors, strict=True)),
-            torch.zeros_like(tensors[0]),
-        )
+        total = torch.zeros_like(tensors[0])
+        for share, tensor in zip(shares, tensors, strict=True):
+            total.add_(tensor, alpha=share)
+        return total
 
     shapes = {name: tuple(value.shape) for name, value in updates[0].items()}
     for update in updates:
