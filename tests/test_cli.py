@@ -135,6 +135,17 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
             "expected --local-epochs with --local-lr, --local-batch",
         ),
         (["train", "--local-momentum", "0", "--out", "OUT/new"], "expected --local-epochs with --local-momentum"),
+        (["train", "--partition", "bogus", "--out", "OUT/new"], "scheme must be one of"),
+        (["train", "--clients", "100000", "--out", "OUT/new"], "100000"),
+        (["train", "--execution", "bogus", "--out", "OUT/new"], "execution must be one of"),
+        (
+            ["train", "--execution", "batch", "--compare", "soteria", "--out", "OUT/new"],
+            "clients under soteria cannot be batched",
+        ),
+        (
+            ["train", "--model", "convnet", "--defense", "dp-sgd", "--out", "OUT/new"],
+            "per-example gradients do not exist with batch statistics",
+        ),
         (["train", "--engine", "flower", "--execution", "auto"], "leave --execution out or use --engine local"),
         (["train", "--engine", "flower", "--resume", "--out", "OUT/new"], "leave --resume out or use --engine local"),
         (["audit", "--budget", "qick", "--attack", "dlg:iterations=2"], "one of quick, standard, thorough, got 'qick'"),
@@ -297,6 +308,30 @@ def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_comma
     code, _, err = gradveil_command("train", "--resume", "--out", tmp_path / "out")
     assert code == 2
     assert "has changed since; choose another --out, or bring the file back" in err
+
+
+@pytest.mark.slow
+def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
+    pytest.importorskip("ray")
+    words = "train --engine flower --model mlp --rounds 200 --clients 3 --batch-size 8".split()
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradveil", *words, "--out", str(tmp_path / "out")],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stderr is not None
+        try:
+            assert any("round 20 of 200" in line for line in process.stderr)
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+            err = process.stderr.read()
+        finally:
+            process.kill()
+    assert process.returncode == 130
+    assert "stopped; nothing was kept, for Flower's simulation keeps no checkpoints" in err
+    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_train_resumes_only_where_there_is_a_folder(gradveil_command):

@@ -33,8 +33,9 @@ from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
+from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import model_file_digest
-from gradveil.federation.local import performance_maintenance
+from gradveil.federation.local import performance_maintenance, refuse_impossible
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
 from gradveil.report.curves import write as write_curves
@@ -256,9 +257,13 @@ def train(
     _refuse_ignored(settings, given, resume)
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
-    if output is not None:  # only now, when nothing of it was refused
-        digest = model_file_digest(settings.model)
-        write_json(output / CONFIG, {**dataclasses.asdict(settings), MODEL_FILE: digest})
+    for chosen in defenses:
+        refuse_impossible(task, loaded, chosen, training, settings.execution)
+    began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
+    # Flower's simulation keeps no checkpoints: its folder holds a training when there is a result.
+    checkpoints = output / "checkpoints" if output is not None and settings.engine == "local" else None
+    if output is not None and checkpoints is not None:
+        write_json(output / CONFIG, began_with)
     torch.set_num_threads(choose_threads(task.size))
     results: dict[str, TrainingResult] = {}
     try:
@@ -275,20 +280,26 @@ def train(
                     training,
                     watch=watch,
                     execution=settings.execution,
-                    checkpoint=None if output is None else output / "checkpoints" / slug(str(chosen)),
+                    checkpoint=None if checkpoints is None else checkpoints / slug(str(chosen)),
                     resume=resume,
                 )
     except KeyboardInterrupt:
-        if output is None:
-            say("stopped; nothing was kept, for there was no --out")
-        else:
+        if checkpoints is not None:
             say(f"stopped. Go on with: {shlex.join(['gradveil', 'train', '--resume', '--out', str(output)])}")
+        else:
+            why = "there was no --out" if output is None else "Flower's simulation keeps no checkpoints"
+            say(f"stopped; nothing was kept, for {why}")
         raise typer.Exit(INTERRUPTED) from None
+    except GradveilError:
+        if output is not None and checkpoints is not None and not resume and not any(checkpoints.rglob(CHECKPOINT)):
+            (output / CONFIG).unlink()  # nothing began, so the folder stays free for the next try
+        raise
     described = [_described(spec, result, results, loaded.test) for spec, result in results.items()]
     whole: dict[str, Any] = {"dataset": settings.dataset, "model": settings.model}
     whole |= described[0] if len(described) == 1 else {"trainings": described}
     table = _training_rows(results, described)
     if output is not None:
+        write_json(output / CONFIG, began_with)
         write_json(output / "training.json", whole)
         page = _write_curves(output, f"{settings.model} on {settings.dataset}", results, table)
         say(f"plot: {page}")

@@ -16,6 +16,7 @@ from gradveil.data import Dataset, Split
 from gradveil.errors import DataError, OutputError
 from gradveil.federation import Training, train
 from gradveil.federation.checkpoint import FILE
+from gradveil.federation.storage import save_atomically
 
 TRAINING = Training(
     rounds=10,
@@ -132,6 +133,26 @@ def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
         run(tmp_path, resume=True, training=short)
 
 
+def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_path):
+    short = dataclasses.replace(TRAINING, rounds=1)
+
+    def go_on(activation=torch.nn.ReLU, loss="cross-entropy", **normalisation):
+        torch.manual_seed(0)
+        linear = torch.nn.Linear(64, 4), torch.nn.Linear(4, 2)
+        model = torch.nn.Sequential(torch.nn.Flatten(), linear[0], activation(), linear[1])
+        task = gradveil.Task(model, loss, input_shape=(1, 8, 8), classes=2, **normalisation)
+        return train(task, blobs(), gradveil.defense("none"), short, checkpoint=tmp_path, resume=True)
+
+    def squared(outputs, labels):
+        return (outputs.gather(1, labels[:, None]) - 1).square().mean()
+
+    go_on()
+    go_on()
+    for other in ({"activation": torch.nn.Tanh}, {"mean": [0.5], "std": [0.5]}, {"loss": squared}):
+        with pytest.raises(OutputError, match=r"holds another training: model was \w{16}, is \w{16}; choose another"):
+            go_on(**other)
+
+
 def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path):
     assert len(run(tmp_path / "new", resume=True).rounds) == TRAINING.rounds
 
@@ -141,6 +162,16 @@ def test_a_broken_checkpoint_is_refused(tmp_path, content):
     run(tmp_path, training=dataclasses.replace(TRAINING, rounds=2))
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(DataError, match="expected a file that gradveil wrote"):
+        run(tmp_path, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [([1, 2], "expected checkpoint version 1, got None"), ({"version": 1}, "got a damaged one .KeyError.'identity'")],
+)
+def test_a_damaged_checkpoint_is_refused(tmp_path, about, words):
+    save_atomically(tmp_path / FILE, {"w": torch.ones(1)}, about)
+    with pytest.raises(DataError, match=words):
         run(tmp_path, resume=True)
 
 

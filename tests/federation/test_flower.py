@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from flwr.clientapp import ClientApp
 from flwr.common.serde import context_from_proto, context_to_proto, message_from_proto, message_to_proto
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg, FedMedian, Krum
+from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum
 from flwr.supercore.task_identity import TaskIdentity
 
 import gradveil
@@ -234,31 +234,39 @@ def test_other_messages_pass_untouched():
     assert reply.content["arrays"] == message.content["arrays"]
 
 
-def test_statistics_and_whole_numbers_travel_as_they_are():
-    arrays = ArrayRecord(
-        {
-            "bn.weight": torch.ones(3),
-            "bn.running_mean": torch.zeros(3),
-            "bn.num_batches_tracked": torch.tensor(4),
-            "position_ids": torch.arange(5),
-        }
-    )
-    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR)])
+@pytest.mark.parametrize("send", ["wire", "dense"])
+def test_statistics_and_whole_numbers_travel_as_they_are(send):
+    """For several rounds, around a FedAvg that makes floats of whole numbers."""
+    start = {
+        "bn.weight": torch.ones(3),
+        "bn.running_mean": torch.zeros(3),
+        "bn.num_batches_tracked": torch.tensor(4),
+        "position_ids": torch.arange(5),
+        "mask": torch.tensor([True, False]),
+    }
+    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR, send=send)])
 
     @app.train()
     def _(message: Message, _context: Context) -> Message:
-        state = message.content["arrays"].to_torch_state_dict()
+        got = message.content["arrays"].to_torch_state_dict()
+        state = {name: got[name].to(value.dtype) for name, value in start.items()}  # as load_state_dict does
         state["bn.running_mean"] += 2
         state["bn.num_batches_tracked"] += 1
         content = RecordDict({"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})})
         return Message(content, reply_to=message)
 
-    result, _ = run(wrapped("gaussian-noise:std=1.0"), app, arrays=arrays)
+    strategy = wrapped("gaussian-noise:std=1.0") if send == "wire" else FedAvg(min_train_nodes=3, fraction_evaluate=0.0)
+    result, grid = run(strategy, app, rounds=3, arrays=ArrayRecord(start))
+    assert len(grid.received) == 9
     new = result.arrays.to_torch_state_dict()
-    assert new["bn.running_mean"].tolist() == pytest.approx([2, 2, 2])
-    assert new["bn.num_batches_tracked"] == pytest.approx(5)
+    assert new["bn.running_mean"].tolist() == pytest.approx([6, 6, 6])
+    assert new["bn.num_batches_tracked"] == pytest.approx(7)
     assert new["position_ids"].tolist() == pytest.approx([0, 1, 2, 3, 4])
+    assert new["mask"].tolist() == [1, 0]
     assert not torch.equal(new["bn.weight"], torch.ones(3))
+    if send == "wire":
+        assert strategy.faults == []
+        assert {name: value.dtype for name, value in new.items()} == {n: v.dtype for n, v in start.items()}
 
 
 @pytest.mark.parametrize("name", DEFENSES.names())
@@ -301,6 +309,7 @@ def test_bad_arguments_are_refused(make, words):
             "defends with top-k:keep=0.2, the server's .* expects none",
         ),
         (defense_mod("none"), {"defense": "none", "lr": -1.0}, "the server's lr must be a number above 0"),
+        (defense_mod("none"), {"defense": "none", "epoch": 1}, "expected instructions .* use one version of gradveil"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instructions, words):
@@ -323,6 +332,18 @@ def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instr
             "differ in their order",
         ),
         ({"arrays": ArrayRecord({"0.weight": torch.full((50, 40), torch.nan), "0.bias": torch.zeros(50)})}, "NaN"),
+        (
+            {"arrays": ArrayRecord({"0.weight": torch.zeros(50, 40), "0.bias": torch.zeros(50, dtype=torch.int64)})},
+            "they differ in .'0.bias'.",
+        ),
+        (
+            {
+                "arrays": ArrayRecord(
+                    {"0.weight": torch.zeros(50, 40), "0.bias": torch.zeros(50, dtype=torch.complex64)}
+                )
+            },
+            "no defense knows complex numbers, got torch.complex64 for '0.bias'",
+        ),
     ],
 )
 def test_an_app_whose_reply_cannot_be_defended_sends_nothing(answer, words):
@@ -575,7 +596,10 @@ BAD = {
     "stale": (lambda reply: with_update(reply, like(), 0), "expected an update of round 1, got one of round 0"),
     "no round": (lambda reply: with_update(reply, like(), None), "got one of round None"),
     "dense": (without_update, "it holds no update of gradveil"),
-    "more arrays": (with_record("arrays", start_arrays()), r"it holds arrays beside the update: \['arrays'\]"),
+    "more arrays": (with_record("arrays", start_arrays()), r"beside the update: \['arrays'\]"),
+    "our arrays": (with_record("gradveil.locations", start_arrays()), r"beside the update: \['gradveil.locations'\]"),
+    "arrays as instructions": (with_record("gradveil", start_arrays()), r"beside the update: \['gradveil'\]"),
+    "in the model's place": (with_record("arrays", ConfigRecord({"a": 1})), r"beside the update: \['arrays'\]"),
     "two updates": (
         with_record("gradveil.update", ArrayRecord({"a": Array(np.zeros(1)), "b": Array(np.zeros(1))})),
         "expected one array of bytes",
@@ -583,7 +607,7 @@ BAD = {
     "other record": (with_record("gradveil.update", MetricRecord({"a": 1})), "it holds no update of gradveil"),
     "statistic": (
         with_statistic("running_mean", torch.zeros(3)),
-        "expected statistics of the model, got 'running_mean'",
+        r"expected buffers \{\}, got \{'running_mean'",
     ),
     "weight": (lambda reply: with_metrics(reply, loss=0.5), "expected one MetricRecord with 'num-examples'"),
     "negative": (
@@ -599,6 +623,10 @@ BAD = {
         "num-examples must be a number above 0",
     ),
     "metrics": (lambda reply: with_metrics(reply, **{"num-examples": 5, "loss": [0.5]}), "its metrics are"),
+    "a metric of no number": (
+        lambda reply: with_metrics(reply, **{"num-examples": 5, "loss": float("nan")}),
+        "metrics must be finite, got nan for 'loss'",
+    ),
 }
 
 
@@ -654,8 +682,61 @@ def test_if_no_update_is_left_the_model_stays():
     result, _ = run(
         strategy, client_app(defense_mod("none")), rounds=2, tamper=lambda _node, reply: BAD["bit"][0](reply)
     )
-    assert len(result.arrays) == 0  # Flower's result of a training that never moved
+    assert_same(state_of(result.arrays), state_of(start_arrays()), atol=0, rtol=0)
     assert len(strategy.faults) == 6
+
+
+def normed_arrays() -> ArrayRecord:
+    statistics = {"running_mean": torch.zeros(2), "running_var": torch.ones(2), "num_batches_tracked": torch.tensor(3)}
+    return ArrayRecord({**start_arrays().to_torch_state_dict(), **{f"1.{n}": v for n, v in statistics.items()}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("running_var", torch.tensor([1.0, -100.0])),
+        ("running_var", torch.tensor([True, True])),
+        ("running_mean", torch.zeros(2, dtype=torch.bfloat16)),
+        ("running_mean", torch.full((2,), 1e300, dtype=torch.float64)),
+        ("running_mean", torch.tensor([0.0, torch.inf])),
+        ("running_mean", torch.zeros(3)),
+        ("num_batches_tracked", torch.tensor(4.0)),
+    ],
+)
+def test_impossible_statistics_are_refused(name, value):
+    strategy, change = wrapped(), with_statistic(f"1.{name}", value)
+    result, _ = run(
+        strategy,
+        client_app(defense_mod("none")),
+        arrays=normed_arrays(),
+        tamper=lambda node, reply: change(reply) if node == 12 else [reply],
+    )
+    [named] = strategy.faults
+    assert (named.client, named.kind) == (12, "malformed")
+    assert f"1.{name}" in named.reason
+    assert state_of(result.arrays)["1.running_var"].tolist() == [1, 1]
+
+
+def test_who_sends_something_wrong_may_send_it_again():
+    def tamper(node, reply):
+        return [reply, *BAD["bit"][0](message_from_proto(message_to_proto(reply)))] if node == 12 else [reply]
+
+    strategy = wrapped()
+    result, _ = run(strategy, client_app(defense_mod("none")), tamper=tamper)  # the grid turns the order round
+    assert [(fault.client, fault.kind) for fault in strategy.faults] == [(12, "malformed")]
+    steps = [gradient(node) for node in NODES]
+    assert_same(state_of(result.arrays), mean_step(steps, NODES), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [FedMedian, FedTrimmedAvg])
+def test_strategies_that_take_their_arrays_apart_get_the_defenses_aggregate(inner):
+    spec = "aligned-dual-pruning"
+    strategy = wrapped(spec, inner(min_train_nodes=3, fraction_evaluate=0.0))
+    averaged = wrapped(spec)
+    for one in (strategy, averaged):
+        one.result, _ = run(one, client_app(defense_mod(spec)))
+        assert one.faults == []
+    assert_same(state_of(strategy.result.arrays), state_of(averaged.result.arrays), atol=1e-6, rtol=1e-6)
 
 
 def test_a_client_that_defends_otherwise_is_named():
@@ -796,6 +877,29 @@ def test_a_step_that_is_not_finite_is_not_taken(two_blobs, monkeypatch):
     assert stopped.diverged == 2
     assert stopped.history[-1] == two.history[-1]
     assert_same(stopped.task.parameters, two.task.parameters, atol=1e-12, rtol=1e-9)
+
+
+def test_a_client_that_is_not_finite_once_is_left_out_as_in_the_local_engine(two_blobs, monkeypatch):
+    class Once(type(gradveil.defense("none"))):
+        gradient_only = False
+
+        def share(self, task, inputs, labels, **options):
+            update = super().share(task, inputs, labels, **options)
+            if self.bad is None:
+                self.bad = inputs.sum()
+            if inputs.sum() == self.bad:
+                raise NotFiniteError("gradients must be finite")
+            return update
+
+    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    here, there = Once(), Once()
+    here.bad = there.bad = None
+    here = train(task_for(two_blobs), two_blobs, here, FIVE)
+    there = flower.simulate(task_for(two_blobs), two_blobs, there, FIVE)
+    assert there.diverged is here.diverged is None
+    assert [(f.round, f.kind) for f in there.faults] == [(f.round, f.kind) for f in here.faults] == [(0, "not finite")]
+    assert [record.clients for record in there.rounds] == [record.clients for record in here.rounds]
+    assert_same(there.task.parameters, here.task.parameters, atol=1e-12, rtol=1e-9)
 
 
 def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):

@@ -173,6 +173,15 @@ def test_a_diverging_training_stops_and_says_so(two_blobs):
     assert all(torch.isfinite(value).all() for value in result.task.parameters.values())
 
 
+@pytest.mark.parametrize("execution", ["loop", "batch"])
+def test_clients_that_all_fail_are_named_though_the_training_ends(two_blobs, execution):
+    task = task_for(two_blobs)
+    broken = task.with_parameters({name: value * torch.inf for name, value in task.parameters.items()})
+    result = train(broken, two_blobs, gradveil.defense("none"), QUICK, execution=execution)
+    assert result.diverged == 0
+    assert result.fault_counts == {"not finite": QUICK.drawn_clients}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

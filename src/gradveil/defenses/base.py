@@ -21,6 +21,8 @@ from gradveil.update import LocalSteps, Meta, Update, compute_update, weighted_m
 DEFENSES: Registry["Defense"] = Registry("defense")
 
 Memory = MutableMapping[str, Tensor]
+"""What a client keeps from round to round. Put new tensors in; one that is changed in place may be lost, for memories
+go to disk and into Flower's contexts when they are set."""
 Public = Mapping[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 

@@ -18,7 +18,7 @@ import gradveil
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, OutputError
-from gradveil.federation.digests import data_digest, weights_digest
+from gradveil.federation.digests import data_digest, task_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
@@ -127,8 +127,15 @@ class Checkpoints:
         if not self.path.exists():
             return
         tensors, about = load(self.path)
-        if about.get("version") != VERSION:
-            raise DataError(f"{self.path}: expected checkpoint version {VERSION}, got {about.get('version')}")
+        version = about.get("version") if isinstance(about, dict) else None
+        if version != VERSION:
+            raise DataError(f"{self.path}: expected checkpoint version {VERSION}, got {version}")
+        try:
+            self._restore(state, tensors, about)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DataError(f"{self.path}: expected a whole checkpoint, got a damaged one ({error!r})") from error
+
+    def _restore(self, state: State, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         self._refuse_another(about["identity"])
         device = next(iter(state.parameters.values())).device
         group = {
@@ -166,6 +173,7 @@ def identify(
         "dataset": f"{dataset.name}, {len(dataset.train)} images",
         "data": data_digest(dataset),
         "execution": execution,
+        "model": task_digest(task),
         "initial weights": weights_digest(task),
         "gradveil": gradveil.__version__,
         "torch": torch.__version__,

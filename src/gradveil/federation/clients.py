@@ -310,10 +310,11 @@ class _BatchedUpdates:
                 own = True
                 continue
             moving = with_momentum({name: value[going] for name, value in velocity.items()}, gradients, momentum)
+            rows = torch.tensor(going, device=task.device)
             for name, value in moving.items():
-                velocity[name] = velocity[name].index_copy(0, torch.tensor(going), value)
-                total[name] = total[name].index_add(0, torch.tensor(going), value)
-                weights[name] = weights[name].index_add(0, torch.tensor(going), value, alpha=-lr)
+                velocity[name] = velocity[name].index_copy(0, rows, value)
+                total[name] = total[name].index_add(0, rows, value)
+                weights[name] = weights[name].index_add(0, rows, value, alpha=-lr)
         metas = [
             Meta(samples=len(labels), local=self._local, buffers=statistics)
             for (_, labels), statistics in zip(batches, buffers, strict=True)

@@ -3,6 +3,7 @@
 import hashlib
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from gradveil.data import Dataset
@@ -18,6 +19,14 @@ def weights_digest(task: Task) -> str:
     for name, value in (*task.parameters.items(), *task.buffers.items()):
         state.update(f"{name} {list(value.shape)} {value.dtype}".encode())
         state.update(_bytes(value))
+    return state.hexdigest()[:DIGITS]
+
+
+def task_digest(task: Task) -> str:
+    """Of what is in no weight: modules and their settings, normalisation, loss."""
+    normalisation = task.normalised(torch.stack([torch.zeros(task.input_shape), torch.ones(task.input_shape)]))
+    state = hashlib.sha256(f"{task.copy_model()!r} {task.loss_name}".encode())
+    state.update(_bytes(normalisation))
     return state.hexdigest()[:DIGITS]
 
 

@@ -129,11 +129,15 @@ class Inbox:
             return f"expected 1 to {self.most_samples} samples, got {meta.samples}"
         if meta.local != self.local:
             return f"expected local steps {self.local}, got {meta.local}"
-        expected = {name: (tuple(value.shape), value.dtype) for name, value in self.buffers.items()}
-        got = {name: (tuple(value.shape), value.dtype) for name, value in meta.buffers.items()}
-        if got != expected:
-            return f"expected buffers {expected}, got {got}"
-        for name, value in meta.buffers.items():
-            if not torch.isfinite(value).all() or (name.endswith("running_var") and (value < 0).any()):
-                return f"expected batch-norm statistics, got impossible values in {name!r}"
-        return None
+        return statistics_objection(self.buffers, meta.buffers)
+
+
+def statistics_objection(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> str | None:
+    """Why these cannot be the statistics of a model that has the expected ones; None: they can."""
+    wanted, found = ({name: (tuple(v.shape), v.dtype) for name, v in some.items()} for some in (expected, got))
+    if found != wanted:
+        return f"expected buffers {wanted}, got {found}"
+    for name, value in got.items():
+        if not torch.isfinite(value).all() or (name.endswith("running_var") and (value < 0).any()):
+            return f"expected batch-norm statistics, got impossible values in {name!r}"
+    return None

@@ -20,7 +20,9 @@ the reply, metrics above all, leaves the client as the client app made it and is
 import copy
 import dataclasses
 import logging
+import math
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -33,7 +35,17 @@ from torch import Tensor
 from gradveil.errors import GradveilError, InputError, MissingPackageError, NotFiniteError, ParameterError
 
 try:
-    from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, MetricRecord, RecordDict
+    from flwr.app import (
+        Array,
+        ArrayRecord,
+        ConfigRecord,
+        Context,
+        Error,
+        Message,
+        MessageType,
+        MetricRecord,
+        RecordDict,
+    )
     from flwr.clientapp import ClientApp
     from flwr.common.constant import ErrorCode
     from flwr.serverapp import Grid, ServerApp
@@ -57,7 +69,17 @@ from gradveil.defenses.base import (
     needs_preparing,
     published,
 )
-from gradveil.federation.faults import DUPLICATE, FAILED, MALFORMED, MISSING, STALE, STRANGER, Fault
+from gradveil.federation.faults import (
+    DUPLICATE,
+    FAILED,
+    MALFORMED,
+    MISSING,
+    NOT_FINITE,
+    STALE,
+    STRANGER,
+    Fault,
+    statistics_objection,
+)
 from gradveil.federation.local import (
     as_batch,
     choose_clients,
@@ -129,6 +151,8 @@ def _split_arrays(record: ArrayRecord) -> tuple[dict[str, Tensor], dict[str, Ten
     parameters: dict[str, Tensor] = {}
     buffers: dict[str, Tensor] = {}
     for name, value in record.to_torch_state_dict().items():
+        if value.is_complex():
+            raise InputError(f"flower: no defense knows complex numbers, got {value.dtype} for {name!r}")
         trained = value.is_floating_point() and not _is_statistic(name)
         (parameters if trained else buffers)[name] = value
     return parameters, buffers
@@ -157,7 +181,15 @@ class _Instructions:
     @classmethod
     def of(cls, message: Message) -> "_Instructions | None":
         record = message.content.config_records.get(INSTRUCTIONS)
-        return None if record is None else cls(**record)  # type: ignore[arg-type]
+        if record is None:
+            return None
+        expected = {field.name for field in dataclasses.fields(cls)}
+        if set(record) != expected:
+            raise InputError(
+                f"flower: expected instructions {sorted(expected)} from the server, got {sorted(record)}; use one "
+                "version of gradveil on both sides"
+            )
+        return cls(**record)  # type: ignore[arg-type]
 
     @classmethod
     def required(cls, message: Message) -> "_Instructions":
@@ -369,31 +401,42 @@ def defense_mod(
 
 
 def _update(before: ArrayRecord, after: ArrayRecord, lr: float) -> Update:
-    start, _ = _split_arrays(before)
+    start, standing = _split_arrays(before)
     end, buffers = _split_arrays(after)
+    # FedAvg makes floats of whole numbers; an app that gives back the numbers themselves has not trained them.
+    unchanged = {name for name in start if name in buffers and _equal(start[name], buffers[name])}
     differing = [
         name
         for name in {**start, **end}
-        if name not in start
-        or name not in end
-        or (start[name].shape, start[name].dtype) != (end[name].shape, end[name].dtype)
+        if name not in unchanged
+        and (
+            name not in start
+            or name not in end
+            or (start[name].shape, start[name].dtype) != (end[name].shape, end[name].dtype)
+        )
     ]
+    differing += [name for name in standing if name in buffers and standing[name].shape != buffers[name].shape]
     if differing or list(before) != list(after):
         raise InputError(
             "flower: expected the client to return the arrays it got, trained, in the same order; "
             f"they differ in {differing or 'their order'}"
         )
-    return Update({name: (start[name] - end[name]) / lr for name in start}, Meta(buffers=buffers))
+    return Update({name: (start[name] - end[name]) / lr for name in end}, Meta(buffers=buffers))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """The same numbers, whatever their types."""
+    return one.shape == other.shape and bool((one == other).all())
 
 
 def _moved(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
     """The arrays that a client would have returned whose update was this one."""
-    start, buffers = _split_arrays(before)
-    moved = {name: value - lr * update[name] for name, value in start.items()}
+    start = before.to_torch_state_dict()
+    moved = {name: start[name] - lr * value for name, value in update.items()}
     for name, value in moved.items():
         if not torch.isfinite(value).all():
             raise NotFiniteError(f"flower: start - lr * update overflows in {name!r}; leave this one out")
-    values = {**buffers, **update.meta.buffers, **moved}
+    values = {**start, **update.meta.buffers, **moved}
     return ArrayRecord({name: values[name] for name in before})
 
 
@@ -481,7 +524,10 @@ class GradveilStrategy(Strategy):
     ) -> Result:
         """As `Strategy.start`; an announcement is waited for as long as a training."""
         self._timeout = timeout
-        return super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
+        if not result.arrays:  # no round had an update that could be used
+            result.arrays = initial_arrays
+        return result
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -530,18 +576,21 @@ class GradveilStrategy(Strategy):
                 public=now.public,
             )
             moved = _moved(now.arrays, aggregate, self.lr)
-            accepted = [dataclasses.replace(one, moved=moved) for one in accepted]
+            # A record of its own for each: medians take arrays out of theirs.
+            accepted = [dataclasses.replace(one, moved=ArrayRecord(dict(moved))) for one in accepted]
         for one in accepted:
             self.uploads.append(_size(one.message.content))
             others = {key: value for key, value in one.message.content.items() if key != UPDATE}
-            one.message.content = RecordDict({now.key: one.moved, **others})
+            one.message.content = RecordDict({**others, now.key: one.moved})
         self.uploads[-1] += now.announcement_up
         arrays, metrics = self.inner.aggregate_train(server_round, [one.message for one in accepted])
-        if arrays is not None and not _is_finite(arrays):
-            raise NotFiniteError(
-                f"GradveilStrategy: the model stopped being finite in round {server_round}, though every update was; "
-                "lower the learning rate"
-            )
+        if arrays is not None:
+            if not _is_finite(arrays):
+                raise NotFiniteError(
+                    f"GradveilStrategy: the model stopped being finite in round {server_round}, though every update "
+                    "was; lower the learning rate"
+                )
+            arrays = _typed_like(now.arrays, arrays)
         if metrics is not None:
             metrics["gradveil-refused"] = sum(fault.round == server_round for fault in self.faults)
         return arrays, metrics
@@ -602,7 +651,7 @@ class GradveilStrategy(Strategy):
                 _refuse_error(message)
                 if message.metadata.src_node_id != node:
                     raise _Refused(STRANGER, f"its reply came from node {message.metadata.src_node_id}")
-                if node in heard:
+                if node in opened:
                     raise _Refused(DUPLICATE, "expected one reply, got another one; the first counts")
                 opened[node] = self._open(now, message)
             except (_Refused, GradveilError) as error:
@@ -625,25 +674,27 @@ class GradveilStrategy(Strategy):
         data = _bytes_of(message.content, UPDATE)
         if data is None:
             raise InputError('it holds no update of gradveil; put defense_mod(..., send="wire") into the client app')
-        if _model_keys(message.content):
-            raise InputError(f"it holds arrays beside the update: {_model_keys(message.content)}")
+        beside = sorted({*message.content.array_records, now.key} & set(message.content) - {UPDATE})
+        if beside:
+            raise InputError(f"it holds arrays, or what could be taken for them, beside the update: {beside}")
         update = wire.decode(data, self.defense.locations(now.public), like=now.parameters)
         if update.meta.round != now.number:
             raise _Refused(STALE, f"expected an update of round {now.number}, got one of round {update.meta.round}")
-        for name, value in update.meta.buffers.items():
-            expected = now.buffers.get(name)
-            if expected is None or expected.shape != value.shape:
-                got = list(value.shape)
-                raise InputError(f"expected statistics of the model, got {name!r} of shape {got}")
-            if not torch.isfinite(value).all():
-                raise NotFiniteError(f"statistics must be finite, got NaN or Inf in {name!r}")
+        # A client may leave some out: those stay as they were.
+        expected = {name: value for name, value in now.buffers.items() if name in update.meta.buffers}
+        if reason := statistics_objection(expected, update.meta.buffers):
+            raise InputError(reason)
         return _Accepted(message, update, self._weight(message.content), _moved(now.arrays, update, self.lr))
 
     def _weight(self, content: RecordDict) -> float:
         records = list(content.metric_records.values())
         if len(records) != 1 or self._weight_key not in records[0]:
             raise InputError(f"expected one MetricRecord with {self._weight_key!r}, got {_metrics_shape(content)}")
-        return checks.number("reply", self._weight_key, records[0][self._weight_key], above=0)
+        weight = checks.number("reply", self._weight_key, records[0][self._weight_key], above=0)
+        for name, value in records[0].items():
+            if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
+                raise InputError(f"metrics must be finite, got {value} for {name!r}")
+        return weight
 
     def _refuse(self, now: _Round, node: int, error: Exception) -> None:
         kind = error.kind if isinstance(error, _Refused) else MALFORMED
@@ -651,14 +702,22 @@ class GradveilStrategy(Strategy):
         logger.warning("gradveil: refused: %s", self.faults[-1])
 
 
-def _model_keys(content: RecordDict) -> list[str]:
-    return sorted(key for key in content.array_records if key not in OUR_RECORDS)
-
-
 def _refuse_error(message: Message) -> None:
     if message.has_error():
-        kind = MISSING if message.error.code == ErrorCode.NODE_UNAVAILABLE else FAILED
-        raise _Refused(kind, f"error {message.error.code}: {message.error.reason}")
+        code, reason = message.error.code, message.error.reason or ""
+        told = NOT_FINITE if NotFiniteError.__name__ in reason else FAILED
+        raise _Refused(MISSING if code == ErrorCode.NODE_UNAVAILABLE else told, f"error {code}: {reason}")
+
+
+def _typed_like(before: ArrayRecord, after: ArrayRecord) -> ArrayRecord:
+    """The arrays in the types they had: FedAvg's means of whole numbers are floats, which would count as trained."""
+    types = {name: value.dtype for name, value in before.to_torch_state_dict().items()}
+    values = after.to_torch_state_dict()
+    for name, value in values.items():
+        dtype = types.get(name, value.dtype)
+        if value.dtype != dtype:
+            values[name] = (value if dtype.is_floating_point else value.round()).to(dtype)
+    return ArrayRecord(values)
 
 
 def _metrics_shape(content: RecordDict) -> tuple[Any, ...]:
@@ -726,7 +785,7 @@ class _SameRounds(FedAvg):
             return None, metrics
         start, buffers = _split_arrays(self._arrays)
         averaged = mean.to_torch_state_dict()
-        moved = {name: averaged[name].to(value.dtype) for name, value in buffers.items()}
+        moved = {name: averaged[name] for name in buffers}
         update = {name: value - averaged[name] for name, value in start.items()}
         moved |= self._optimiser.step(start, update, self.number)
         self.elapsed = time.perf_counter() - self._started
@@ -783,19 +842,23 @@ def simulate(
     records: list[RoundRecord] = []
     history: list[tuple[int, float]] = []
     diverged: int | None = None
+    uploaded = 0  # replies accepted in the rounds before
+    stopped = threading.Event()
 
     def at(arrays: ArrayRecord) -> Task:
         return task.with_parameters(*_split_arrays(arrays))
 
     def look(done: int, arrays: ArrayRecord) -> None:
-        nonlocal last
+        nonlocal last, uploaded
         for fault in strategy.faults:
-            if fault.round == done:  # a simulated client has no reason to fail
-                error = NotFiniteError if NotFiniteError.__name__ in fault.reason else InputError
-                raise error(f"flower: {fault}")
+            if fault.round == done and fault.kind != NOT_FINITE:  # a simulated client has no other reason to fail
+                raise InputError(f"flower: {fault}")
         before, last = at(last), arrays
         if not done:
             return
+        uploads, uploaded = strategy.uploads[uploaded:], len(strategy.uploads)
+        if not uploads:
+            raise NotFiniteError("flower: no client's gradients are finite")
         batches = draw(before, dataset.train, shares, training, done - 1)
         accuracy = None
         if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
@@ -804,13 +867,13 @@ def simulate(
         records.append(
             RoundRecord(
                 round=done - 1,
-                clients=len(batches),
+                clients=len(uploads),
                 loss=training_loss(before, batches),
                 accuracy=accuracy,
                 gradient_seconds=rounds.elapsed,
                 defense_seconds=0.0,
                 aggregation_seconds=0.0,
-                upload_bytes=mean_or_nan(strategy.uploads[-len(batches) :]),
+                upload_bytes=mean_or_nan(uploads),
                 download_bytes=mean_or_nan(strategy.downloads[-len(batches) :]),
             )
         )
@@ -824,12 +887,16 @@ def simulate(
     @server.main()
     def main(grid: Grid, _context: Context) -> None:
         nonlocal diverged
+        _give_up_when(stopped, grid)
         try:
             strategy.start(grid, last, num_rounds=training.rounds, evaluate_fn=look)
         except NotFiniteError:
             diverged = rounds.number
 
-    _run_on_ray(_Job(task, dataset.train, shares, defense, training), server, actors)
+    try:
+        _run_on_ray(_Job(task, dataset.train, shares, defense, training), server, actors)
+    finally:
+        stopped.set()
     trained = at(last)
     accuracy, loss = evaluate(trained, dataset.test)
     history.append((len(records), accuracy))
@@ -844,9 +911,21 @@ def simulate(
         diverged,
         privacy_spent(defense, training, [len(share) for share in shares], rounds.rounds_of),
         records,
-        faults=strategy.faults,
+        faults=[dataclasses.replace(fault, round=fault.round - 1) for fault in strategy.faults],
         execution="flower",
     )
+
+
+def _give_up_when(stopped: threading.Event, grid: Grid) -> None:
+    """Let the server's thread end when the simulation is over: it would wait an hour for clients that are gone."""
+    pull = grid.pull_messages
+
+    def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
+        if stopped.is_set():
+            raise InterruptedError("the simulation was stopped")
+        return pull(message_ids)
+
+    grid.pull_messages = pull_messages  # type: ignore[method-assign]
 
 
 def _run_on_ray(job: _Job, server: ServerApp, actors: int | None) -> None:
@@ -906,7 +985,15 @@ def _client_app(reference: Any) -> ClientApp:
 
 
 def _work(job: _Job, message: Message, context: Context) -> Message:
-    """What a client of the local engine does in a round."""
+    """What a client of the local engine does in a round; if it cannot, the reason."""
+    try:
+        return _answer(job, message, context)
+    except GradveilError as error:  # for exceptions Flower sends and logs whole tracebacks
+        reason = f"{type(error).__name__}: {error}"
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
+
+
+def _answer(job: _Job, message: Message, context: Context) -> Message:
     training, instructions = job.training, _Instructions.required(message)
     number = instructions.round - 1
     client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)

@@ -39,6 +39,7 @@ __all__ = [
     "mean_or_nan",
     "performance_maintenance",
     "privacy_spent",
+    "refuse_impossible",
     "split_public",
     "train",
     "training_loss",
@@ -107,7 +108,7 @@ def train(
         task.parameters,
         task.buffers,
         ServerOptimiser(training, task.parameters),
-        ClientMemories(None if checkpoint is None else checkpoint / MEMORIES, ram_bytes),
+        ClientMemories(None if checkpoint is None else checkpoint / MEMORIES, ram_bytes, task.device),
     )
     checkpoints = None
     if checkpoint is not None:
@@ -150,6 +151,14 @@ def train(
     )
 
 
+def refuse_impossible(
+    task: Task, dataset: Dataset, defense: Defense, training: Training, execution: str = "auto"
+) -> None:
+    """Raise what `train` would raise before it prepares the defense, which can take minutes."""
+    deal(dataset.train, split_public(dataset.train, training.seed)[1], training)
+    Clients(task, defense, training, execution)
+
+
 class _Federation:
     """The clients with their data, and the server: one `round` at a time."""
 
@@ -181,6 +190,7 @@ class _Federation:
         announcing = time.perf_counter() - started
         shared = self._clients.share(current, batches, self._randomness(number), state.memories, announced)
         state.rounds_of.update(list(shared.updates))  # a mapping would be read as counts
+        state.faults += [Fault(number, client, NOT_FINITE, reason) for client, reason in shared.failed.items()]
         if not shared.updates:
             state.diverged = number
             return None
@@ -230,7 +240,6 @@ class _Federation:
     ) -> dict[int, Update]:
         """The updates that the server accepts; what it misses or refuses is noted."""
         number, training = state.number, self._training
-        state.faults += [Fault(number, client, NOT_FINITE, reason) for client, reason in shared.failed.items()]
         for update in shared.updates.values():
             update.meta.round = number
         if self._transport is None:

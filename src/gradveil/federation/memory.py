@@ -30,6 +30,7 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
     Args:
         folder: where files go; None: a temporary folder, made when the first one is needed.
         ram_bytes: how much may stay in RAM; the memory in use always does.
+        device: where the tensors that come back from disk go.
 
     Example:
         >>> memories = ClientMemories(ram_bytes=100)
@@ -39,9 +40,11 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         ([2], 0.0, 3)
     """
 
-    def __init__(self, folder: Path | None = None, ram_bytes: int = RAM_BYTES) -> None:
+    def __init__(
+        self, folder: Path | None = None, ram_bytes: int = RAM_BYTES, device: torch.device | str = "cpu"
+    ) -> None:
         self.ram_bytes = checks.integer("memory", "ram_bytes", ram_bytes, low=0)
-        self._folder = folder
+        self._folder, self._device = folder, device
         self._loaded: OrderedDict[int, dict[str, Tensor]] = OrderedDict()  # the most recently used one comes last
         self._changed: set[int] = set()
         self._versions: dict[int, int] = {}  # of the files
@@ -109,7 +112,10 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         if client in self._loaded:
             self._loaded.move_to_end(client)
             return self._loaded[client]
-        memory = _read(self._path(client, self._versions[client])) if client in self._versions else {}
+        memory = {}
+        if client in self._versions:
+            read = _read(self._path(client, self._versions[client]))
+            memory = {key: value.to(self._device) for key, value in read.items()}
         self._loaded[client] = memory
         self._used += _bytes(memory)
         self._make_room()
