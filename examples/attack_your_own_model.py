@@ -1,4 +1,4 @@
-"""What does one update of your own model give away? Undefended, and under a defense.
+"""What does one update of your own model give away? Undefended, and under defenses that the attacker knows or not.
 
 Run it with: python examples/attack_your_own_model.py
 """
@@ -25,9 +25,12 @@ task = gradveil.Task(model, input_shape=(1, 28, 28), classes=10)
 images, labels = data.load("mnist").test.batch([0, 1, 2, 3])
 attack = gradveil.attack("idlg", iterations=150)
 
-for spec in ("none", "gaussian-noise:std=0.1", "dual-pruning"):
+for spec in ("none", "gaussian-noise:std=0.3", "dual-pruning"):
     defense = gradveil.defense(spec)
     updates = [defense.share(task, images[i : i + 1], labels[i : i + 1]) for i in range(len(images))]
-    found = attack.reconstruct(task, updates, gradveil.ThreatModel(defense=defense))
-    psnr = metrics.psnr(images, found.inputs[:, 0].clamp(0, 1))
-    print(f"{spec:24} median PSNR {psnr.median():5.1f} dB, labels {found.labels.flatten().tolist()}")
+    for adaptive in (False, True) if spec != "none" else (False,):
+        found = attack.reconstruct(task, updates, gradveil.ThreatModel(defense=defense, adaptive=adaptive))
+        psnr = metrics.psnr(images, found.inputs[:, 0].clamp(0, 1))
+        attacker = "adaptive" if adaptive else "plain"
+        labels_found = found.labels.flatten().tolist()
+        print(f"{spec:24} {attacker:8} attacker: median PSNR {psnr.median():5.1f} dB, labels {labels_found}")

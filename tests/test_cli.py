@@ -114,7 +114,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean dlg or idlg"),
         (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
-        (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "none.py' is not a Python file"),
+        (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "but there is no file"),
         (["audit", "--defense", "top-k:keep=2"], "top-k: keep must be a number above 0 and at most 1, got 2"),
         (["audit", "--defense", "top-k:keep=much"], "got 'much' (str)"),
         (["audit", "--defense", "dual-pruning:k1=0.4,k2=0.75"], "k1 + k2 must be below 1, got 0.4 + 0.75 = 1.15"),
@@ -136,6 +136,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         ),
         (["train", "--local-momentum", "0", "--out", "OUT/new"], "expected --local-epochs with --local-momentum"),
         (["train", "--partition", "bogus", "--out", "OUT/new"], "scheme must be one of"),
+        (["audit", "--clients", "100000", "--out", "OUT/new"], "100000"),
         (["train", "--clients", "100000", "--out", "OUT/new"], "100000"),
         (["train", "--execution", "bogus", "--out", "OUT/new"], "execution must be one of"),
         (

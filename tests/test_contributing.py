@@ -10,7 +10,8 @@ from gradveil.defenses import DEFENSES
 
 
 def test_the_example_defense_works_as_printed(monkeypatch):
-    monkeypatch.setattr(DEFENSES, "_factories", dict(DEFENSES._factories))
+    # Without the name, for whoever tries the page out has the file in place.
+    monkeypatch.setattr(DEFENSES, "_factories", {n: f for n, f in DEFENSES._factories.items() if n != "sign-flip"})
     page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
     module, row = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(compile(module, "CONTRIBUTING.md", "exec"), {"__name__": "example"})

@@ -56,7 +56,9 @@ def attacks() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    # Flower is optional and takes a second to import.
+    # Flower is optional and takes a second to import; the other packages are there without an import of their own.
     if name == "flower":
         return import_module("gradveil.federation.flower")
+    if name in ("audit", "data", "federation", "metrics", "models", "report", "wire"):
+        return import_module(f"gradveil.{name}")
     raise AttributeError(f"module 'gradveil' has no attribute {name!r}")

@@ -35,7 +35,7 @@ from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import model_file_digest
-from gradveil.federation.local import performance_maintenance, refuse_impossible
+from gradveil.federation.local import check_settings, performance_maintenance
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
 from gradveil.report.curves import write as write_curves
@@ -56,6 +56,7 @@ INTERRUPTED = 130
 PIPE_WIDTH = 160
 ROOMY_WIDTH = 120
 MODEL_FILE = "model_file_digest"
+NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
@@ -146,6 +147,8 @@ def audit(
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     config = dataclasses.replace(base, **given)
     folder = output or default_folder(config)
+    if resume and output is not None and not (output / CONFIG).exists():
+        say(NOTHING_TO_RESUME.format(output))
     say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
         with _progress_bar() as show:
@@ -212,7 +215,7 @@ def train(
     ] = None,
     execution: Annotated[str, typer.Option(help="Clients in a loop, batch, compile; auto: by size.")] = "auto",
     engine: Annotated[
-        str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil[flower]).")
+        str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil\\[flower]).")
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     output: Annotated[
@@ -257,8 +260,7 @@ def train(
     _refuse_ignored(settings, given, resume)
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
-    for chosen in defenses:
-        refuse_impossible(task, loaded, chosen, training, settings.execution)
+    check_settings(task, loaded, defenses, training, settings.execution)
     began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
     # Flower's simulation keeps no checkpoints: its folder holds a training when there is a result.
     checkpoints = output / "checkpoints" if output is not None and settings.engine == "local" else None
@@ -390,6 +392,8 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
     prepare_folder(folder, "train")
     path = folder / CONFIG
     if not path.exists():
+        if resume:
+            say(NOTHING_TO_RESUME.format(folder))
         return settings
     if not resume:
         raise OutputError(f"train: {folder} holds a training already; go on with --resume or choose another --out")
@@ -527,7 +531,9 @@ def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], N
                 accuracy = f"accuracy {record.accuracy:.1%}"
             done = record.round + 1
             pace = (done - first) / (time.perf_counter() - started)
-            figures = f"loss {record.loss:.3f}, {accuracy}, {pace:.2g} rounds/s"
+            # After the last round the table says it; the one before is not its accuracy.
+            shown = f"{accuracy}, " if done < rounds else ""
+            figures = f"loss {record.loss:.3f}, {shown}{pace:.2g} rounds/s"
             bar.update(line, completed=done, figures=figures)
             if not talk.is_terminal and (done == rounds or done * 10 // rounds > record.round * 10 // rounds):
                 say(f"{name}: round {done} of {rounds}, {figures}")

@@ -39,7 +39,7 @@ from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
-from gradveil.federation.local import as_batch, performance_maintenance, split_public
+from gradveil.federation.local import as_batch, check_settings, performance_maintenance, split_public
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 from gradveil.task import Task
@@ -238,6 +238,7 @@ class _Bench:
         self.results = JsonLines(folder / RESULTS)
         self.utility = JsonLines(folder / UTILITY)
         self.matches = JsonLines(folder / MATCHES)
+        check_settings(self.task, self.dataset, map(create_defense, self.config.defenses), self._training)
         self.costs = Costs(self.task, self.dataset, self._training)
         self._stages: dict[tuple[str, str | None], _Stage] = {}
 

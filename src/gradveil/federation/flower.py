@@ -81,6 +81,7 @@ from gradveil.federation.faults import (
     statistics_objection,
 )
 from gradveil.federation.local import (
+    after_warming_up,
     as_batch,
     choose_clients,
     deal,
@@ -904,7 +905,7 @@ def simulate(
         trained,
         accuracy,
         loss,
-        mean_or_nan(record.seconds for record in records),
+        mean_or_nan(record.seconds for record in after_warming_up(records)),
         mean_or_nan(strategy.uploads),
         mean_or_nan(strategy.downloads),
         history,

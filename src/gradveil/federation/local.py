@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,9 @@ from gradveil.update import LocalSteps, Update
 __all__ = [
     "Training",
     "TrainingResult",
+    "after_warming_up",
     "as_batch",
+    "check_settings",
     "choose_clients",
     "deal",
     "draw",
@@ -39,7 +42,6 @@ __all__ = [
     "mean_or_nan",
     "performance_maintenance",
     "privacy_spent",
-    "refuse_impossible",
     "split_public",
     "train",
     "training_loss",
@@ -132,31 +134,45 @@ def train(
     trained = task.with_parameters(state.parameters, state.buffers)
     accuracy, loss = evaluate(trained, dataset.test)
     records = state.records
+    timed = after_warming_up(records)
     return TrainingResult(
         task=trained,
         accuracy=accuracy,
         loss=loss,
-        round_seconds=mean_or_nan(record.seconds for record in records),
+        round_seconds=mean_or_nan(record.seconds for record in timed),
         upload_bytes=mean_or_nan(record.upload_bytes for record in records if record.clients),
         download_bytes=mean_or_nan(record.download_bytes for record in records if record.clients),
         history=[*state.history, (len(records), accuracy)],
         diverged=state.diverged,
         privacy=privacy_spent(defense, training, [len(share) for share in shares], state.rounds_of),
         rounds=records,
-        gradient_seconds=mean_or_nan(record.gradient_seconds for record in records),
-        defense_seconds=mean_or_nan(record.defense_seconds for record in records),
-        aggregation_seconds=mean_or_nan(record.aggregation_seconds for record in records),
+        gradient_seconds=mean_or_nan(record.gradient_seconds for record in timed),
+        defense_seconds=mean_or_nan(record.defense_seconds for record in timed),
+        aggregation_seconds=mean_or_nan(record.aggregation_seconds for record in timed),
         faults=state.faults,
         execution=clients.execution,
     )
 
 
-def refuse_impossible(
-    task: Task, dataset: Dataset, defense: Defense, training: Training, execution: str = "auto"
+def check_settings(
+    task: Task, dataset: Dataset, defenses: Iterable[Defense], training: Training, execution: str = "auto"
 ) -> None:
-    """Raise what `train` would raise before it prepares the defense, which can take minutes."""
-    deal(dataset.train, split_public(dataset.train, training.seed)[1], training)
-    Clients(task, defense, training, execution)
+    """Raise what `train` would raise before it prepares a defense, which can take minutes; warn of what is clipped."""
+    shares = deal(dataset.train, split_public(dataset.train, training.seed)[1], training)
+    for defense in defenses:
+        Clients(task, defense, training, execution)
+    most = max(map(len, shares))
+    if training.batch_size > most:
+        warnings.warn(
+            f"batches of {training.batch_size} images were asked for, but no client holds more than {most}; "
+            "each uses all it has",
+            stacklevel=2,
+        )
+
+
+def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:
+    """The rounds whose times count: not the first, in which programs are compiled and caches are cold."""
+    return records[1:] or records
 
 
 class _Federation:

@@ -134,7 +134,8 @@ class TrainingResult:
         task: the task at the trained weights.
         accuracy: on the test images, in [0, 1].
         loss: on the test images.
-        round_seconds: mean time of a round: gradients, defense, aggregation; not encoding, not evaluation.
+        round_seconds: mean time of a round after the first: gradients, defense, aggregation; not encoding, not
+            evaluation.
         upload_bytes: mean length of what one client encodes and sends: its update, and what it announces.
         download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
         history: (round, accuracy) at each evaluation.
@@ -142,7 +143,7 @@ class TrainingResult:
             or because the loss had grown; else None.
         privacy: the (epsilon, delta) of the client that spent most; None: the defense carries no such guarantee.
         rounds: what was measured of each round.
-        gradient_seconds, defense_seconds, aggregation_seconds: means over the rounds, see `RoundRecord`.
+        gradient_seconds, defense_seconds, aggregation_seconds: means over the same rounds, see `RoundRecord`.
         faults: what clients did wrong, one by one; none of it was averaged.
         execution: how the clients were worked on, see `gradveil.federation.clients`.
 

@@ -152,7 +152,9 @@ def _create_from_file(reference: str, **arguments: object) -> nn.Module:
     """Run a user's Python file and call its function."""
     path, _, function = reference.rpartition("@")
     spec = importlib.util.spec_from_file_location("gradveil_user_model", path)
-    if not Path(path).is_file() or spec is None or spec.loader is None:
+    if not Path(path).is_file():
+        raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
+    if spec is None or spec.loader is None:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
