@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -333,6 +334,17 @@ def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
     assert process.returncode == 130
     assert "stopped; nothing was kept, for Flower's simulation keeps no checkpoints" in err
     assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.filterwarnings("always:batches of 99999")
+def test_what_cannot_be_done_as_asked_is_noted(gradveil_command, tmp_path):
+    words = "train --resume --model mlp --rounds 2 --clients 3 --batch-size 99999".split()
+    code, _, err = gradveil_command(*words, "--out", tmp_path / "typo")
+    assert code == 0
+    assert f"note: there is nothing to go on with in {tmp_path / 'typo'}; this is a new run" in err
+    assert "batches of 99999 images were asked for, but no client holds more than 1300" in err
+    assert re.search(r"round 2 of 2, loss [\d.]+, [\d.]+ rounds/s", err)  # no accuracy: it would be the one before
+    assert "nothing to go on with" not in gradveil_command(*words, "--out", tmp_path / "typo")[2]
 
 
 def test_train_resumes_only_where_there_is_a_folder(gradveil_command):

@@ -173,6 +173,14 @@ def test_a_diverging_training_stops_and_says_so(two_blobs):
     assert all(torch.isfinite(value).all() for value in result.task.parameters.values())
 
 
+def test_the_first_round_warms_up_and_is_not_timed(two_blobs):
+    result = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=3))
+    seconds = [record.seconds for record in result.rounds]
+    assert result.round_seconds == pytest.approx((seconds[1] + seconds[2]) / 2)
+    one = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=1))
+    assert one.round_seconds == pytest.approx(one.rounds[0].seconds)
+
+
 @pytest.mark.parametrize("execution", ["loop", "batch"])
 def test_clients_that_all_fail_are_named_though_the_training_ends(two_blobs, execution):
     task = task_for(two_blobs)
