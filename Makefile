@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN    := .venv/bin
 # torch goes in first and plainly: a range, or another package's wish for torch, may bring gigabytes of GPU libraries.
 TORCH  ?= torch==2.13.0
+# Python compiles what it imports; compiling all of torch and its company first takes half a minute.
+PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 # Small networks run slower on many threads than on one as soon as anything else runs.
 export OMP_NUM_THREADS ?= 1
 
@@ -35,10 +37,10 @@ clean:
 	$(PYTHON) -m venv .venv
 
 .venv/.installed: pyproject.toml | .venv/bin/python
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable .
+	$(BIN)/pip install $(PIP_FLAGS) $(TORCH)
+	$(BIN)/pip install $(PIP_FLAGS) --editable .
 	touch $@
 
 .venv/.installed-dev: pyproject.toml .venv/.installed
-	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/pip install $(PIP_FLAGS) --editable '.[dev]'
 	touch $@

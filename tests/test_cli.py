@@ -116,6 +116,12 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
         (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "but there is no file"),
+        (["train", "--model", "mine.py"], "expected FILE.py@FUNCTION, got no function; write mine.py@NAME"),
+        (["train", "--model", "lenet:act=relu"], "unknown parameter 'act'; it takes: activation, init"),
+        (
+            ["train", "--defense", "top-k+errorfeedback"],
+            "unknown defense 'errorfeedback'; did you mean error-feedback?",
+        ),
         (["audit", "--defense", "top-k:keep=2"], "top-k: keep must be a number above 0 and at most 1, got 2"),
         (["audit", "--defense", "top-k:keep=much"], "got 'much' (str)"),
         (["audit", "--defense", "dual-pruning:k1=0.4,k2=0.75"], "k1 + k2 must be below 1, got 0.4 + 0.75 = 1.15"),

@@ -74,7 +74,8 @@ class Registry(Generic[T]):
         known = parameter_names(factory)
         for parameter in parameters:
             if parameter not in known:
-                takes = ", ".join(known) or "no parameters"
+                free = [one for one in known if one not in parameters]
+                takes = ", ".join(free) or ("nothing else" if known else "no parameters")
                 raise UnknownNameError(f"{name}: unknown parameter {parameter!r}; it takes: {takes}")
         return factory(*args, **parameters)
 

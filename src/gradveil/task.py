@@ -413,7 +413,8 @@ class Task:
         parameters = self.parameters
 
         def responses(drawn: Tensor, part: slice) -> Gradients:
-            own_inputs, own_labels, own_directions = inputs[part], labels[part], drawn[:, part]
+            # A copy: the tangent of a view, say a client's share of all images drawn, is as large as what it views.
+            own_inputs, own_labels, own_directions = inputs[part].clone(), labels[part], drawn[:, part]
             if len(own_inputs) < len(inputs):  # the gradient of a batch is the mean of those of its parts, by size
                 own_directions = own_directions * (len(own_inputs) / len(inputs))
 

@@ -457,6 +457,18 @@ def test_the_generator_decides_what_is_shared(case, tiny_task, tiny_batch):
 
 
 @every_data_spec
+def test_a_client_pays_for_its_own_images_only(spec, tiny_task, tiny_batch):
+    """The engine hands out views of all images of a round; torch makes the tangent of such a view as large as those."""
+    drawn = torch.cat([torch.zeros(50_000, 1, 6, 6, dtype=torch.float64), tiny_batch[0]])
+    defense = gradveil.defense(spec)
+    prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
+    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
+        sent = defense.share(prepared, drawn[-3:], tiny_batch[1], generator=seeded(), memory={})
+    assert same(sent, shared(defense, tiny_task, tiny_batch, seeded())[1])
+    assert 0 < max(event.self_cpu_memory_usage for event in profiled.events()) < drawn.nbytes
+
+
+@every_data_spec
 def test_data_that_is_not_finite_is_refused(spec, tiny_task, tiny_batch):
     defense = gradveil.defense(spec)
     prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))

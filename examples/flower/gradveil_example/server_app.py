@@ -26,7 +26,7 @@ def main(grid: Grid, context: Context) -> None:
     )
     model.load_state_dict(result.arrays.to_torch_state_dict())
     dense = sum(value.numel() * value.element_size() for value in model.state_dict().values())
-    sent = sum(strategy.uploads) / len(strategy.uploads)
+    sent = sum(strategy.uploads) / max(1, len(strategy.uploads))
     print(f"accuracy {accuracy(model):.3f} after {config['rounds']} rounds under {DEFENSE}")
     print(f"a client sent {sent:,.0f} bytes a round; the whole model has {dense:,}")
     for node, count in Counter(fault.client for fault in strategy.faults).items():

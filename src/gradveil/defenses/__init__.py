@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation, StepDefense, Strength
 from gradveil.errors import ParameterError, UnknownNameError
-from gradveil.registry import parse_spec
+from gradveil.registry import parse_spec, suggest
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -48,6 +48,8 @@ def create(spec: str, /, **parameters: Any) -> Defense:
             if unknown:
                 raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: decay, clip")
             parts = [ErrorFeedback(_join(parts), **given)]
+        elif parts and name not in DEFENSES.names():  # after a +, what was meant may be the wrapper
+            raise UnknownNameError(f"unknown defense {name!r}; {suggest(name, [*DEFENSES.names(), 'error-feedback'])}")
         else:
             parts.append(DEFENSES.create(name, **given, **parameters))
     return _join(parts)

@@ -144,6 +144,7 @@ def exact_slopes(task: Task, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def estimated_slopes(task: Task, inputs: Tensor, directions: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """`exact_slopes`, estimated from random directions; each image gets directions of its own."""
     parameters = task.parameters
+    inputs = inputs.clone()  # the tangent of a view is as large as what it views
 
     def represent(images: Tensor) -> Tensor:
         return task.representation(parameters, images)

@@ -53,7 +53,7 @@ PUBLIC_SAMPLES = 100
 LOSS_IMAGES = 256
 """A round's training loss is taken on at most this many of the images that its clients drew."""
 
-ENCODED_CLIENTS = 10
+ENCODED_CLIENTS = 4
 """Of this many clients a round, the first drawn, the updates are encoded to learn their length."""
 
 DIVERGED_FACTOR = 10.0

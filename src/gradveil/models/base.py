@@ -122,7 +122,7 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
     seed = checks.integer(name, "seed", seed, low=0)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if "@" in name:
+        if "@" in name or name.endswith(".py"):
             return _create_from_file(name, input_shape=input_shape, classes=classes, **parameters)
         return REGISTRY.create(name, input_shape=input_shape, classes=classes, **parameters)
 
@@ -150,7 +150,9 @@ def describe(name: str) -> Description:
 
 def _create_from_file(reference: str, **arguments: object) -> nn.Module:
     """Run a user's Python file and call its function."""
-    path, _, function = reference.rpartition("@")
+    path, at, function = reference.rpartition("@")
+    if not at:
+        raise InputError(f"{reference}: expected FILE.py@FUNCTION, got no function; write {reference}@NAME")
     spec = importlib.util.spec_from_file_location("gradveil_user_model", path)
     if not Path(path).is_file():
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
