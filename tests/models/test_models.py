@@ -328,7 +328,7 @@ def test_a_model_of_ones_own_is_built_from_its_file(tmp_path):
     assert torch.equal(first[1].weight, again[1].weight)
     assert first[1].weight.shape == (5, 16)
     for reference, message in (
-        (f"{tmp_path}/missing.py@build", "is not a Python file"),
+        (f"{tmp_path}/missing.py@build", "expected FILE.py@FUNCTION, but there is no file"),
         (f"{file}@nothing", "has no function 'nothing'"),
         (f"{file}@number", "must return a torch module, got int"),
     ):

@@ -225,6 +225,7 @@ class _Bench:
         self.dataset = data.load(name, **parameters)
         self.input_shape = self.dataset.train.input_shape
         self.task = self._build_task()
+        check_settings(self.task, self.dataset, map(create_defense, self.config.defenses), self._training)
         torch.set_num_threads(choose_threads(self.task.size))
         self.images, self.labels = self._choose_victims()
         weights = data.find("lpips-alex")
@@ -238,7 +239,6 @@ class _Bench:
         self.results = JsonLines(folder / RESULTS)
         self.utility = JsonLines(folder / UTILITY)
         self.matches = JsonLines(folder / MATCHES)
-        check_settings(self.task, self.dataset, map(create_defense, self.config.defenses), self._training)
         self.costs = Costs(self.task, self.dataset, self._training)
         self._stages: dict[tuple[str, str | None], _Stage] = {}
 
