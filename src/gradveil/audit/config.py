@@ -18,7 +18,6 @@ from gradveil.registry import format_spec, parse_spec
 DEFENSES = (
     "none",
     "gaussian-noise:std=0.3",
-    "top-k:keep=0.2",
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
