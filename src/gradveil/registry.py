@@ -62,10 +62,10 @@ class Registry(Generic[T]):
         """All names, sorted."""
         return sorted(self._factories)
 
-    def get(self, name: str) -> Callable[..., T]:
-        """The factory called `name`; unknown names raise an error that suggests the nearest ones."""
+    def get(self, name: str, *others: str) -> Callable[..., T]:
+        """The factory called `name`; unknown names raise an error that suggests the nearest ones, also of `others`."""
         if name not in self._factories:
-            raise UnknownNameError(f"unknown {self.kind} {name!r}; {suggest(name, self._factories)}")
+            raise UnknownNameError(f"unknown {self.kind} {name!r}; {suggest(name, [*self._factories, *others])}")
         return self._factories[name]
 
     def create(self, name: str, /, *args: Any, **parameters: Any) -> T:

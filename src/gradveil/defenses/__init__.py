@@ -7,7 +7,7 @@ from typing import Any
 
 from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation, StepDefense, Strength
 from gradveil.errors import ParameterError, UnknownNameError
-from gradveil.registry import parse_spec, suggest
+from gradveil.registry import parse_spec
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -48,9 +48,9 @@ def create(spec: str, /, **parameters: Any) -> Defense:
             if unknown:
                 raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: decay, clip")
             parts = [ErrorFeedback(_join(parts), **given)]
-        elif parts and name not in DEFENSES.names():  # after a +, what was meant may be the wrapper
-            raise UnknownNameError(f"unknown defense {name!r}; {suggest(name, [*DEFENSES.names(), 'error-feedback'])}")
         else:
+            if parts:
+                DEFENSES.get(name, "error-feedback")  # after a +, what was meant may be the wrapper
             parts.append(DEFENSES.create(name, **given, **parameters))
     return _join(parts)
 
