@@ -1,6 +1,6 @@
 """Rounds per second of the local engine, against a plain loop over clients and against Flower's simulation.
 
-Usage: python benchmarks/federation_speed.py [speed] [flower] [growth] [defenses] [where] [--threads N] [--rounds R]
+Usage: python benchmarks/federation_speed.py [speed] [flower] [growth] [defenses] [where] [chunks] [--threads N] ...
 
 speed     lenet on MNIST, 100 clients, batch 1 and 16: the engine, batched (with --compile also compiled), against its
           own execution="loop" and against a hand-written loop of torch.autograd over clients, without gradveil.
@@ -10,13 +10,16 @@ flower    the same job at batch 16 on Flower's simulation with two actors and wi
 growth    10 to 2,000 clients a round at batch 4: seconds of a round for each client; flat is linear growth.
 defenses  what each defense adds to a round, as a share of it; the papers claim less than 10 %.
 where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP should be.
+chunks    clients worked on at once, by the memory they take: what clients.CHUNK_BYTES should be.
 
-Without a name, all but flower and where run. A rate is taken from the times at which rounds ended, so encoding, the
-training loss and all other work between rounds counts; the first round warms up and does not. Each figure is the best
-of several parts of the run: other processes can only slow it down. Nothing is worth much unless the machine is idle.
+Without a name, all but flower, where and chunks run. A rate is taken from the times at which rounds ended, so
+encoding, the training loss and all other work between rounds counts; the first round warms up and does not. Each figure
+is the best of several parts of the run: other processes can only slow it down. Nothing is worth much unless the machine
+is idle.
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -30,9 +33,10 @@ import gradveil
 from gradveil import data, models
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
+from gradveil.federation.clients import Clients
 from gradveil.federation.local import choose_clients, deal, draw, split_public
 
-PARTS = ("speed", "flower", "growth", "defenses", "where")
+PARTS = ("speed", "flower", "growth", "defenses", "where", "chunks")
 GOALS = {1: 3.0, 16: 2.5}
 GOAL_FLOWER = 15.0
 
@@ -178,6 +182,38 @@ def where(rounds: int) -> None:
             print(f"{label:20} {batch_size:5} {values:13,} {loop:9.4f} {batch:9.4f} {loop / batch:6.2f}", flush=True)
 
 
+def chunks(rounds: int, compiled: bool) -> None:
+    """Seconds of all clients' gradients, over the best of the row; sizes take turns, so that noise hits all alike."""
+    mnist, cifar = data.load("mnist"), data.load("cifar10")
+    execution = "compile" if compiled else "batch"
+    sizes = [1 << power for power in range(3, 11)]
+    print(f"{'network':20} {'batch':>5} {'clients':>7} {'best s':>8} " + " ".join(f"{size:>4} MiB" for size in sizes))
+    for dataset, name, batch_size, count in (
+        (mnist, "lenet", 16, 100),
+        (mnist, "lenet", 4, 200),
+        (mnist, "lenet", 1, 400),
+        (cifar, "lenet", 8, 100),
+        (mnist, "mlp", 16, 100),
+        (mnist, "mnist-cnn", 4, 40),
+        (cifar, "cnn6", 1, 40),
+    ):
+        task = build(dataset, name)
+        training = Training(clients=count, batch_size=batch_size)
+        shares = deal(dataset.train, split_public(dataset.train, 0)[1], training)
+        batches = draw(task, dataset.train, shares, training, 0)
+        programs = {
+            size: Clients(task, gradveil.defense("none"), training, execution, chunk_bytes=size << 20) for size in sizes
+        }
+        taken = dict.fromkeys(sizes, math.inf)
+        for _ in range(rounds + 1):  # the first one warms up
+            for size, clients in programs.items():
+                shared = clients.share(task, batches, lambda _client, _purpose: torch.Generator(), {})
+                taken[size] = min(taken[size], shared.gradient_seconds)
+        best = min(taken.values())
+        ratios = " ".join(f"{taken[size] / best:8.2f}" for size in sizes)
+        print(f"{f'{name} {dataset.name}':20} {batch_size:5} {count:7} {best:8.4f} {ratios}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="what to measure")
@@ -197,6 +233,7 @@ def main() -> None:
         "growth": lambda: growth(dataset, rounds, arguments.most),
         "defenses": lambda: defenses(dataset, rounds, clients),
         "where": lambda: where(rounds),
+        "chunks": lambda: chunks(rounds, arguments.compile),
     }
     for part in arguments.parts or ("speed", "growth", "defenses"):
         print(f"\n{part}")

@@ -139,7 +139,7 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
 def test_chunks_do_not_matter():
     task, batches = task_of("mlp"), batches_of([4] * 7)
     [whole] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None)
-    [cut] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, memory_budget=1)
+    [cut] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, chunk_bytes=1)
     assert_same(whole.updates, cut.updates)
 
 
@@ -184,9 +184,9 @@ def test_the_choice_is_made_by_size(monkeypatch):
     assert choose_execution(small, none, Training(rounds=10, clients_per_round=1)) == "loop"
     assert choose_execution(small, none, Training(rounds=10, batch_size=1000)) == "loop"
     assert choose_execution(own_norm(), none, Training(rounds=10)) == "loop"
-    monkeypatch.setattr("gradveil.federation.clients._has_compiler", lambda: True)
+    monkeypatch.setattr("gradveil.compilation.has_compiler", lambda: True)
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "compile"
-    monkeypatch.setattr("gradveil.federation.clients._has_compiler", lambda: False)
+    monkeypatch.setattr("gradveil.compilation.has_compiler", lambda: False)
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "batch"
 
 
@@ -234,6 +234,6 @@ def test_compiled_clients_equal_the_loop():
     task = gradveil.Task(model, input_shape=SHAPE, classes=4)
     batches = batches_of([6, 6, 6, 6, 6, 2])
     budget = 4 * 3 * (3 * 6 * task.activations + 6 * task.size)
-    [shared] = shared_by("compile", task, gradveil.defense("none"), batches, None, memory_budget=budget)
+    [shared] = shared_by("compile", task, gradveil.defense("none"), batches, None, chunk_bytes=budget)
     plain = {client: compute_update(task, *batch) for client, batch in batches.items()}
     assert_same(plain, shared.updates)

@@ -17,18 +17,13 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil import checks
+from gradveil import checks, compilation
 from gradveil.task import differentiate_by_autograd
 
 Progress = Callable[[int, int, float], None]
 """Called with (steps done, steps in all, seconds left) after every step."""
 
 EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
-
-# What torch.compile takes, measured on two cores: lenet (10 tensors) 20 to 50 s, convnet (34) 75, resnet18 (62) 180.
-COMPILE_SECONDS_PER_TENSOR = 3.5
-# What it is sure to bring: 1.3 on resnet18 and convnet, more on smaller networks.
-COMPILE_GAIN = 1.3
 
 
 class Objective:
@@ -92,7 +87,7 @@ class Objective:
 
     def _compile(self, execution: str) -> Any:
         functions = {"compile": self._many, "compile-loop": grad_and_value(self._cost)}
-        return torch.compile(functions[execution], dynamic=False) if execution in functions else None
+        return compilation.compiled(functions[execution]) if execution in functions else None
 
     def _batch(self, function: Any, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         gradients, losses = function(candidates, *tree_map(lambda tensor: tensor[who], self._victims))
@@ -119,8 +114,8 @@ class Objective:
         batched = math.inf
         if chunk > 1:
             batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], who[:chunk])) / chunk
-        saved = min(alone, batched) * self._count * self._evaluations * (1 - 1 / COMPILE_GAIN)
-        if saved > COMPILE_SECONDS_PER_TENSOR * len(tree_leaves(self._victims)):
+        uncompiled = min(alone, batched) * self._count * self._evaluations
+        if compilation.is_worth_it(uncompiled, len(tree_leaves(self._victims))):
             chosen = "compile" if batched < alone else "compile-loop"
             self._compiled = self._compile(chosen)
             return chosen

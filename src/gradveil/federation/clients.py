@@ -1,7 +1,7 @@
 """What the clients of a round do: one after the other, or as one batched program.
 
 Under FedSGD all clients differentiate at the same weights; under FedAvg each walks away on its own. Either way the
-clients' gradients are one vmapped program, cut into chunks that fit in memory, wherever the defense needs only
+clients' gradients are one vmapped program, cut into chunks that fit into caches, wherever the defense needs only
 gradients (`Defense.gradient_only`). All others go client by client through `Defense.share`.
 
 Clients with unequal numbers of images are batched exactly: a step's batches of one length form one program. Where the
@@ -9,8 +9,7 @@ loss is plain cross-entropy and no batch statistics tie the images of a batch to
 with images that the loss ignores, so that there are few different lengths.
 """
 
-import os
-import shutil
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from gradveil import checks
+from gradveil import checks, compilation
 from gradveil.defenses import Defense, Perturbation
 from gradveil.defenses.base import Memory, Public, check_gradients
 from gradveil.errors import NotFiniteError, ParameterError
@@ -37,13 +36,12 @@ Randomness = Callable[[int, str], torch.Generator]
 # `benchmarks/federation_speed.py where` on one core it gains up to 470,000 values (1.1 to 4 times) and loses from
 # 580,000 on (0.7 to 0.8 times); one network of six convolutions still gained 1.1 times at 750,000.
 LARGEST_BATCHED_STEP = 500_000
-# What one value of a step takes, batched and undefended, on one core (the same benchmark: 0.7e-8 to 1.8e-8); what
-# compiling takes for each parameter tensor, and the speed it brings (measured on lenet only: 1.5 to 2 times): together
-# they say when a run is long enough to earn the compilation back, rather too late than too early.
+# What one value of a step takes, batched and undefended, on one core (the same benchmark: 0.7e-8 to 1.8e-8): so a run
+# is known to be long enough to earn its compilation back.
 SECONDS_PER_VALUE = 1.1e-8
-COMPILE_SECONDS_PER_TENSOR = 3.5
-COMPILE_GAIN = 1.3
-MEMORY_BUDGET = 1 << 30
+# Clients that are worked on at once should fit into the caches, and be many enough for the overhead of each operation,
+# which is smaller compiled. `benchmarks/federation_speed.py chunks`: within 15 % of the best for five networks.
+CHUNK_BYTES = {"batch": 128 << 20, "compile": 48 << 20}
 IGNORED = -100
 """The label that cross-entropy leaves out of its mean."""
 
@@ -57,15 +55,9 @@ def choose_execution(task: Task, defense: Defense, training: Training) -> str:
     if values + task.size > LARGEST_BATCHED_STEP:
         return "loop"
     steps = training.rounds * training.drawn_clients * steps_of(training.local, training.batch_size)
-    saved = SECONDS_PER_VALUE * values * steps * (1 - 1 / COMPILE_GAIN)
     programs = 1 if training.local is None else 2
-    pays = saved > programs * COMPILE_SECONDS_PER_TENSOR * len(task.parameters)
-    return "compile" if pays and _has_compiler() else "batch"
-
-
-def _has_compiler() -> bool:
-    """Whether torch.compile finds the C++ compiler that it needs on the CPU."""
-    return any(shutil.which(name) for name in (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    worth_it = compilation.is_worth_it(SECONDS_PER_VALUE * values * steps, programs * len(task.parameters))
+    return "compile" if worth_it else "batch"
 
 
 def _can_batch(task: Task, defense: Defense) -> bool:
@@ -107,7 +99,7 @@ class Clients:
         training: says what a step is.
         execution: ``"loop"``: client by client; ``"batch"``: one vmapped program; ``"compile"``: that compiled;
             ``"auto"``: `choose_execution`.
-        memory_budget: bytes that the clients worked on at once may take.
+        chunk_bytes: what the clients worked on at once may take; None: `CHUNK_BYTES`.
 
     Example:
         >>> import gradveil
@@ -126,7 +118,7 @@ class Clients:
         defense: Defense,
         training: Training,
         execution: str = "auto",
-        memory_budget: int = MEMORY_BUDGET,
+        chunk_bytes: int | None = None,
     ) -> None:
         checks.choice("train", "execution", execution, EXECUTIONS)
         self.execution = choose_execution(task, defense, training) if execution == "auto" else execution
@@ -138,9 +130,12 @@ class Clients:
         self._defense, self._training = defense, training
         # Weights, gradients, velocities and a defense's copies; activations and what flows back through them.
         values = 3 * _images_a_step(training) * task.activations + 6 * task.size
-        self._chunk = max(1, memory_budget // (values * task.dtype.itemsize))
-        whole = min(self._chunk, training.drawn_clients), _images_a_step(training)
-        self._batched = _BatchedUpdates(task, training.local, compiled=whole if self.execution == "compile" else None)
+        limit = chunk_bytes or CHUNK_BYTES["compile" if self.execution == "compile" else "batch"]
+        most = max(1, limit // (values * task.dtype.itemsize))
+        # Chunks of one size: what is left over would be filled up, or run uncompiled.
+        self._chunk = math.ceil(training.drawn_clients / math.ceil(training.drawn_clients / most))
+        compiled = (self._chunk, _images_a_step(training)) if self.execution == "compile" else None
+        self._batched = _BatchedUpdates(task, training.local, compiled=compiled)
         # Clients that defend themselves one layer at a time: all of a chunk can do so together.
         self._together = isinstance(defense, Perturbation) and type(defense).perturb is Perturbation.perturb
         self._undefended: float | None = None
@@ -369,7 +364,7 @@ class _Program:
 
     def __init__(self, function: Callable[..., Gradients], compiled_for: tuple[int, int] | None) -> None:
         self._function, self._shape = function, compiled_for
-        self._compiled = None if compiled_for is None else torch.compile(function, dynamic=False)
+        self._compiled = None if compiled_for is None else compilation.compiled(function)
 
     def __call__(
         self, weights: Gradients, images: Tensor, labels: Tensor, *, rows_of_weights: bool = False
