@@ -10,7 +10,7 @@ flower    the same job at batch 16 on Flower's simulation with two actors and wi
 growth    10 to 2,000 clients a round at batch 4: seconds of a round for each client; flat is linear growth.
 defenses  what each defense adds to a round, as a share of it; the papers claim less than 10 %.
 where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP should be.
-chunks    clients worked on at once, by the memory they take: what clients.CHUNK_BYTES should be.
+chunks    clients worked on at once, by what flows through them: what clients.CACHE_BYTES should be.
 
 Without a name, all but flower, where and chunks run. A rate is taken from the times at which rounds ended, so
 encoding, the training loss and all other work between rounds counts; the first round warms up and does not. Each figure
@@ -186,7 +186,7 @@ def chunks(rounds: int, compiled: bool) -> None:
     """Seconds of all clients' gradients, over the best of the row; sizes take turns, so that noise hits all alike."""
     mnist, cifar = data.load("mnist"), data.load("cifar10")
     execution = "compile" if compiled else "batch"
-    sizes = [1 << power for power in range(3, 11)]
+    sizes = [1 << power for power in range(3, 10)]
     print(f"{'network':20} {'batch':>5} {'clients':>7} {'best s':>8} " + " ".join(f"{size:>4} MiB" for size in sizes))
     for dataset, name, batch_size, count in (
         (mnist, "lenet", 16, 100),
@@ -202,7 +202,7 @@ def chunks(rounds: int, compiled: bool) -> None:
         shares = deal(dataset.train, split_public(dataset.train, 0)[1], training)
         batches = draw(task, dataset.train, shares, training, 0)
         programs = {
-            size: Clients(task, gradveil.defense("none"), training, execution, chunk_bytes=size << 20) for size in sizes
+            size: Clients(task, gradveil.defense("none"), training, execution, cache_bytes=size << 20) for size in sizes
         }
         taken = dict.fromkeys(sizes, math.inf)
         for _ in range(rounds + 1):  # the first one warms up

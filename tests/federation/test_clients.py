@@ -139,8 +139,25 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
 def test_chunks_do_not_matter():
     task, batches = task_of("mlp"), batches_of([4] * 7)
     [whole] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None)
-    [cut] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, chunk_bytes=1)
+    [cut] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, cache_bytes=1)
     assert_same(whole.updates, cut.updates)
+
+
+def test_a_model_whose_modules_are_never_called_is_batched():
+    """Then nothing is known of its activations."""
+
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(144, 4)
+
+        def forward(self, images):
+            return images.flatten(1) @ self.linear.weight.T + self.linear.bias
+
+    task, batches = gradveil.Task(ByHand(), input_shape=SHAPE, classes=4), batches_of([4, 4, 4])
+    assert task.activations == 0
+    [shared] = shared_by("batch", task, gradveil.defense("none"), batches, None)
+    assert_same({client: compute_update(task, *batch) for client, batch in batches.items()}, shared.updates)
 
 
 def test_defenses_that_need_data_go_one_by_one():
@@ -233,7 +250,7 @@ def test_compiled_clients_equal_the_loop():
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4))
     task = gradveil.Task(model, input_shape=SHAPE, classes=4)
     batches = batches_of([6, 6, 6, 6, 6, 2])
-    budget = 4 * 3 * (3 * 6 * task.activations + 6 * task.size)
-    [shared] = shared_by("compile", task, gradveil.defense("none"), batches, None, chunk_bytes=budget)
+    three_clients = 3 * 4 * 3 * 6 * (144 + task.activations)
+    [shared] = shared_by("compile", task, gradveil.defense("none"), batches, None, cache_bytes=three_clients)
     plain = {client: compute_update(task, *batch) for client, batch in batches.items()}
     assert_same(plain, shared.updates)

@@ -39,9 +39,11 @@ LARGEST_BATCHED_STEP = 500_000
 # What one value of a step takes, batched and undefended, on one core (the same benchmark: 0.7e-8 to 1.8e-8): so a run
 # is known to be long enough to earn its compilation back.
 SECONDS_PER_VALUE = 1.1e-8
-# Clients that are worked on at once should fit into the caches, and be many enough for the overhead of each operation,
-# which is smaller compiled. `benchmarks/federation_speed.py chunks`: within 15 % of the best for five networks.
-CHUNK_BYTES = {"batch": 128 << 20, "compile": 48 << 20}
+# What flows through the clients that are worked on at once should stay in the caches, but they should be many, for the
+# overhead of each operation. `benchmarks/federation_speed.py chunks` on one core: within 10 % of the best, compiled or
+# not, for five networks; all clients at once take up to 1.3 times as long.
+CACHE_BYTES = 48 << 20
+MEMORY_BYTES = 1 << 30
 IGNORED = -100
 """The label that cross-entropy leaves out of its mean."""
 
@@ -99,7 +101,7 @@ class Clients:
         training: says what a step is.
         execution: ``"loop"``: client by client; ``"batch"``: one vmapped program; ``"compile"``: that compiled;
             ``"auto"``: `choose_execution`.
-        chunk_bytes: what the clients worked on at once may take; None: `CHUNK_BYTES`.
+        cache_bytes: what may flow through the clients that are worked on at once.
 
     Example:
         >>> import gradveil
@@ -118,7 +120,7 @@ class Clients:
         defense: Defense,
         training: Training,
         execution: str = "auto",
-        chunk_bytes: int | None = None,
+        cache_bytes: int = CACHE_BYTES,
     ) -> None:
         checks.choice("train", "execution", execution, EXECUTIONS)
         self.execution = choose_execution(task, defense, training) if execution == "auto" else execution
@@ -128,10 +130,10 @@ class Clients:
                 "use execution='loop' or 'auto'"
             )
         self._defense, self._training = defense, training
-        # Weights, gradients, velocities and a defense's copies; activations and what flows back through them.
-        values = 3 * _images_a_step(training) * task.activations + 6 * task.size
-        limit = chunk_bytes or CHUNK_BYTES["compile" if self.execution == "compile" else "batch"]
-        most = max(1, limit // (values * task.dtype.itemsize))
+        values = _images_a_step(training) * (math.prod(task.input_shape) + task.activations)
+        flowing = 3 * values * task.dtype.itemsize  # forth, back, and copies
+        standing = 6 * task.size * task.dtype.itemsize  # weights, gradients, velocities and a defense's copies
+        most = max(1, min(cache_bytes // flowing, MEMORY_BYTES // (flowing + standing)))
         # Chunks of one size: what is left over would be filled up, or run uncompiled.
         self._chunk = math.ceil(training.drawn_clients / math.ceil(training.drawn_clients / most))
         compiled = (self._chunk, _images_a_step(training)) if self.execution == "compile" else None
