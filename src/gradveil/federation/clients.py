@@ -33,8 +33,8 @@ Randomness = Callable[[int, str], torch.Generator]
 """The generator of a client for a purpose, always in the same state."""
 
 # Batching brings most where a step is small, because then the overhead of each operation counts. By
-# `benchmarks/federation_speed.py where` on one core it gains up to 470,000 values (1.1 to 4 times) and loses from
-# 580,000 on (0.7 to 0.8 times); one network of six convolutions still gained 1.1 times at 750,000.
+# `benchmarks/federation_speed.py where` on one core it gains 1.1 to 3.4 times up to 580,000 values; from 750,000 on it
+# depends on the network (0.8 to 1.2 times).
 LARGEST_BATCHED_STEP = 500_000
 # What one value of a step takes, batched and undefended, on one core (the same benchmark: 0.7e-8 to 1.8e-8): so a run
 # is known to be long enough to earn its compilation back.
