@@ -191,7 +191,7 @@ def chunks(rounds: int, compiled: bool) -> None:
     """Seconds of all clients' gradients, over the best of the row; sizes take turns, so that noise hits all alike."""
     mnist, cifar = data.load("mnist"), data.load("cifar10")
     execution = "compile" if compiled else "batch"
-    sizes = [1 << power for power in range(3, 10)]
+    sizes = (8, 16, 32, 48, 64, 128, 256, 512)
     print(f"{'network':20} {'batch':>5} {'clients':>7} {'best s':>8} " + " ".join(f"{size:>4} MiB" for size in sizes))
     for dataset, name, batch_size, count in (
         (mnist, "lenet", 16, 100),

@@ -40,8 +40,8 @@ LARGEST_BATCHED_STEP = 500_000
 # is known to be long enough to earn its compilation back.
 SECONDS_PER_VALUE = 1.1e-8
 # What flows through the clients that are worked on at once should stay in the caches, but they should be many, for the
-# overhead of each operation. `benchmarks/federation_speed.py chunks` on one core: within 10 % of the best, compiled or
-# not, for five networks; all clients at once take up to 1.3 times as long.
+# overhead of each operation. `benchmarks/federation_speed.py chunks` on one core, seven cases: within 6 % of the best
+# uncompiled and 11 % compiled, but for one that noise hit; all clients at once take up to 1.26 times as long.
 CACHE_BYTES = 48 << 20
 MEMORY_BYTES = 1 << 30
 IGNORED = -100
