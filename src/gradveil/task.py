@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradveil import checks
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import derived_generator, fresh_generator
+from gradveil.randomness import Randomness, derived_generator, source_of
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -376,7 +376,7 @@ class Task:
         labels: Tensor,
         directions: int | None = 10,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory_budget: int = 1 << 30,
     ) -> Gradients:
         r"""Estimate how strongly each gradient coordinate reacts to the inputs, **squared**.
@@ -395,7 +395,8 @@ class Task:
             labels: its labels.
             directions: number of random directions; None: every input value in turn, which is exact and needs as
                 many directions as the batch has values. For small inputs, tests and yardsticks.
-            generator: source of the directions; default: fresh entropy. Not used by the exact form.
+            generator: source of the directions, for repeatable ones; default: a cryptographic stream. Not used by
+                the exact form.
             memory_budget: bytes the directions worked on at once may take.
 
         Example:
@@ -409,7 +410,7 @@ class Task:
         self.check(inputs, labels)
         if directions is not None:
             checks.integer("Task.sensitivity", "directions", directions, low=1)
-            generator = generator or fresh_generator(inputs.device)
+        source = source_of(generator)
         parameters = self.parameters
 
         def responses(drawn: Tensor, part: slice) -> Gradients:
@@ -439,7 +440,7 @@ class Task:
                     direction.view(-1)[number] = 1
                 else:
                     # One by one: a large draw is not the same as several small ones, and the chunk must not matter.
-                    direction.normal_(generator=generator)
+                    direction.copy_(source.normal(direction))
             answer = responses(drawn, parts[0])
             for part in parts[1:]:
                 for name, value in responses(drawn, part).items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import Randomness, source_of
 from gradveil.task import Gradients, Task
 
 
@@ -207,7 +207,7 @@ def compute_update(
     labels: Tensor,
     *,
     local: LocalSteps | None = None,
-    generator: torch.Generator | None = None,
+    generator: Randomness | None = None,
     gradients: Callable[[Task, Tensor, Tensor], Gradients] = Task.gradients,
 ) -> Update:
     """An honest client's update: one gradient, or (start - end) / lr after local SGD steps.
@@ -217,21 +217,21 @@ def compute_update(
         inputs: the client's batch.
         labels: its labels.
         local: local steps (FedAvg); None: a single gradient over the batch (FedSGD).
-        generator: shuffles the examples before every epoch; default: fresh entropy.
+        generator: shuffles the examples before every epoch; default: a cryptographic stream.
         gradients: computes the gradient of one step; defenses that act in every step put theirs here.
     """
     if local is None:
         meta = Meta(samples=len(inputs), buffers=task.updated_buffers(inputs))
         return Update(gradients(task, inputs, labels), meta)
     task.check(inputs, labels)
-    generator = generator or fresh_generator(inputs.device)
+    source = source_of(generator)
     current, buffers = task.parameters, dict[str, Tensor]()
     # (start - end) / lr is the sum of the steps' velocities (without momentum: gradients); summing them loses no
     # digits to cancellation.
     total = {name: torch.zeros_like(value) for name, value in current.items()}
     velocity: Gradients = {}
     for _ in range(local.epochs):
-        order = torch.randperm(len(inputs), generator=generator, device=inputs.device)
+        order = source.permutation(len(inputs), inputs.device)
         for batch in torch.split(order, local.batch_size or len(inputs)):
             stepping = task.with_parameters(current, buffers)
             step = gradients(stepping, inputs[batch], labels[batch])

@@ -299,7 +299,7 @@ def test_a_batch_of_clients_equals_the_loop(case):
     for index, client in enumerate(clients):
         alone = defense.perturb(client, generator=seeded(10 + index))
         assert same(alone, {name: value[index] for name, value in together.items()})
-    with pytest.raises(InputError, match=r"expected one generator a client \(3\), got 1"):
+    with pytest.raises(InputError, match=r"expected one generator per client \(3\), got 1"):
         defense.perturb_clients(stacked, generators=[seeded()])
 
 

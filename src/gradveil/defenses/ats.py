@@ -1,6 +1,6 @@
 """ATS: train on images transformed by policies that were searched for."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from gradveil import checks, transforms
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Update, compute_update
 
@@ -96,17 +96,16 @@ class ATS(Defense):
         if self.policy == SEARCH:
             if public is None:
                 raise InputError(f"{self.name}: the search needs public=(images, labels), or give policy=")
-            generator = generator or fresh_generator(task.device)
             images, labels = (part[: self.samples] for part in public)
-            self._found = JOINT.join(self.search(task, images, labels, generator))
+            self._found = JOINT.join(self.search(task, images, labels, source_of(generator)))
         return task
 
-    def search(self, task: Task, images: Tensor, labels: Tensor, generator: torch.Generator) -> list[str]:
+    def search(self, task: Task, images: Tensor, labels: Tensor, source: Source) -> list[str]:
         """The `kept` best of `candidates` random policies."""
-        tried = random_policies(self.candidates, generator)
+        tried = random_policies(self.candidates, source)
         changed = {policy: transforms.apply_policy(policy, images) for policy in tried}
         accurate = sorted(tried, key=lambda policy: -accuracy_score(task, changed[policy]))[: (len(tried) + 1) // 2]
-        noise = torch.rand(images.shape, generator=generator, dtype=images.dtype, device=images.device)
+        noise = source.uniform(images)
         return sorted(accurate, key=lambda policy: privacy_score(task, changed[policy], labels, noise))[: self.kept]
 
     def share(
@@ -115,18 +114,18 @@ class ATS(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
         """The update of the transformed images."""
         task.check(inputs, labels)
-        generator = generator or fresh_generator(inputs.device)
-        used = self.transformed(inputs, generator)
+        source = source_of(generator)
+        used = self.transformed(inputs, source)
         if memory is not None:
             memory["trained_on"] = used
-        return compute_update(task, used, labels, local=local, generator=generator)
+        return compute_update(task, used, labels, local=local, generator=source)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """The policies are known: each image found is taken back through the one that explains it best."""
@@ -148,24 +147,21 @@ class ATS(Defense):
         ]
         return origins[misfits.index(min(misfits))][0]
 
-    def transformed(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+    def transformed(self, inputs: Tensor, source: Source) -> Tensor:
         """Each image after a policy drawn for it."""
         policies = self.policies
-        drawn = torch.randint(len(policies), (len(inputs),), generator=generator, device=inputs.device).tolist()
+        drawn = source.integers(len(policies), len(inputs))
         return torch.cat(
             [transforms.apply_policy(policies[place], image[None]) for place, image in zip(drawn, inputs, strict=True)]
         )
 
 
-def random_policies(count: int, generator: torch.Generator, *, length: int = 3) -> list[str]:
+def random_policies(count: int, source: Source, *, length: int = 3) -> list[str]:
     """Different random policies of `length` transforms."""
     known = transforms.names()
     drawn: dict[str, None] = {}
     while len(drawn) < count:
-        places: Sequence[int] = torch.randint(
-            len(known), (length,), generator=generator, device=generator.device
-        ).tolist()
-        drawn[transforms.SEPARATOR.join(known[place] for place in places)] = None
+        drawn[transforms.SEPARATOR.join(known[place] for place in source.integers(len(known), length))] = None
     return list(drawn)
 
 

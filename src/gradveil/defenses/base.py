@@ -13,7 +13,7 @@ from gradveil import checks
 from gradveil.accounting import PrivacySpent
 from gradveil.defenses.knowledge import Expect, Knowledge
 from gradveil.errors import InputError, NotFiniteError, ParameterError
-from gradveil.randomness import Draws, fresh_generator
+from gradveil.randomness import Draws, Randomness, Source, source_of
 from gradveil.registry import Method, Registry, format_spec
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Meta, Update, compute_update, weighted_mean
@@ -82,7 +82,7 @@ class Defense(Method, ABC):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         local: LocalSteps | None = None,
     ) -> Public | None:
@@ -107,7 +107,7 @@ class Defense(Method, ABC):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
@@ -118,7 +118,9 @@ class Defense(Method, ABC):
             task: the model at the weights the server sent.
             inputs: the client's batch, images in [0, 1].
             labels: its labels.
-            generator: the client's randomness; default: fresh entropy.
+            generator: the client's randomness. Leave it out in use: then all draws come from a cryptographic stream,
+                and noise lies on a grid that shows nothing of the gradient (`gradveil.randomness`). A torch generator
+                is for simulations: whoever sees some of its draws can compute the others.
             memory: the client's own state, the same mapping every round.
             public: what the elected client announced.
             local: local steps (FedAvg); None: a single gradient.
@@ -128,7 +130,7 @@ class Defense(Method, ABC):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:
@@ -217,7 +219,7 @@ class Perturbation(Defense):
 
         Args:
             rows: a layer's gradients, one client a row, at least one value.
-            draws: random tensors, each row from its client's generator.
+            draws: random tensors and noise, each row from its client's own source.
         """
 
     def perturb_layers(
@@ -232,7 +234,7 @@ class Perturbation(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         local: LocalSteps | None = None,
     ) -> Public | None:
@@ -245,7 +247,7 @@ class Perturbation(Defense):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:
@@ -259,14 +261,15 @@ class Perturbation(Defense):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generators: Sequence[torch.Generator] | None = None,
+        generators: Sequence[Randomness] | None = None,
         public: Public | None = None,
     ) -> dict[str, Tensor]:
         """The defended gradients of many clients at once: every tensor has a leading client dimension.
 
         Args:
             gradients: ``[clients, *parameter shape]`` by name.
-            generators: one a client, so that each gets what it would have got alone; default: fresh entropy.
+            generators: one per client, so that each gets what it would have got alone, for simulations; default: a
+                cryptographic stream each.
             public: what the elected client announced.
         """
         check_gradients(self.name, gradients)
@@ -275,19 +278,18 @@ class Perturbation(Defense):
     def _perturb_stacked(
         self,
         gradients: Mapping[str, Tensor],
-        generators: Sequence[torch.Generator] | None,
+        generators: Sequence[Randomness] | None,
         public: Public | None,
     ) -> dict[str, Tensor]:
         clients = len(next(iter(gradients.values())))
-        if generators is None:
-            generators = [fresh_generator(next(iter(gradients.values())).device) for _ in range(clients)]
-        if len(generators) != clients:
-            raise InputError(f"{self.name}: expected one generator a client ({clients}), got {len(generators)}")
+        sources = [source_of(one) for one in ([None] * clients if generators is None else generators)]
+        if len(sources) != clients:
+            raise InputError(f"{self.name}: expected one generator per client ({clients}), got {len(sources)}")
         self.check_public(public, {name: value[0] for name, value in gradients.items()})
         layers = {name: value.reshape(clients, math.prod(value.shape[1:])) for name, value in gradients.items()}
         result = {
             name: rows.reshape(gradients[name].shape)
-            for name, rows in self.perturb_layers(layers, Draws(generators), public).items()
+            for name, rows in self.perturb_layers(layers, Draws(sources), public).items()
         }
         for name, value in result.items():
             if not _is_finite(value):
@@ -300,7 +302,7 @@ class Perturbation(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
@@ -317,16 +319,14 @@ class StepDefense(Defense):
     """
 
     @abstractmethod
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """The defended gradients of one step.
 
         Args:
             task: the model at the weights of this step.
             inputs: the step's batch.
             labels: its labels.
-            generator: the client's randomness.
+            source: the client's randomness.
             memory: the client's own state, if it has one.
         """
 
@@ -336,18 +336,18 @@ class StepDefense(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
         """Compute the client's update from defended steps."""
-        drawn = generator or fresh_generator(task.device)
+        source = source_of(generator)
 
         def step(stepping: Task, images: Tensor, targets: Tensor) -> Gradients:
-            return self.step(stepping, images, targets, generator=drawn, memory=memory)
+            return self.step(stepping, images, targets, source=source, memory=memory)
 
-        return compute_update(task, inputs, labels, local=local, generator=drawn, gradients=step)
+        return compute_update(task, inputs, labels, local=local, generator=source, gradients=step)
 
 
 class ErrorFeedback(Defense):
@@ -403,7 +403,7 @@ class ErrorFeedback(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         local: LocalSteps | None = None,
     ) -> Public | None:
@@ -426,7 +426,7 @@ class ErrorFeedback(Defense):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:
@@ -578,7 +578,7 @@ class Chain(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         local: LocalSteps | None = None,
     ) -> Public | None:
@@ -601,7 +601,7 @@ class Chain(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
@@ -616,7 +616,7 @@ class Chain(Defense):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:
@@ -624,9 +624,7 @@ class Chain(Defense):
         first = self.parts[0].perturb(gradients, generator=generator, memory=scoped(memory, "0"), public=public)
         return self._perturb_from(1, first, generator, memory)
 
-    def _perturb_from(
-        self, first: int, update: Update, generator: torch.Generator | None, memory: Memory | None
-    ) -> Update:
+    def _perturb_from(self, first: int, update: Update, generator: Randomness | None, memory: Memory | None) -> Update:
         for index, part in enumerate(self.parts[first:], start=first):
             update = part.perturb(update, generator=generator, memory=scoped(memory, str(index)))
         return update

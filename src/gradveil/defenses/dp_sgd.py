@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradveil import checks
@@ -11,6 +10,8 @@ from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
 from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
+from gradveil.randomness import Source
+from gradveil.randomness.discrete import grid_step
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, sizes_of, step_weights
 
@@ -24,6 +25,12 @@ class DPSGD(StepDefense):
               \Big)
 
     The norm runs over all layers of one example together. Under FedAvg it acts in every local step.
+
+    **In use** (no generator given) the clipped gradients are cut down to whole steps of a grid, which never makes one
+    longer, summed exactly, and the noise is a discrete Gaussian on that grid from a cryptographic stream. The guarantee
+    below is that of this mechanism, floating point included; the argument is in `gradveil.randomness.discrete`. With a
+    torch generator the noise is added in floating point and can be computed from a part of it: then an epsilon only
+    says what the mechanism that is simulated would have.
 
     `privacy_spent` gives (epsilon, delta) towards a server that sees every update of a client: per example, and
     for the client's own data only. gradveil's training draws batches of a *fixed* size, without replacement; that is
@@ -63,14 +70,13 @@ class DPSGD(StepDefense):
         self.noise_multiplier = checks.number(self.name, "noise_multiplier", self.noise_multiplier, low=0)
         self.delta = checks.number(self.name, "delta", self.delta, above=0, below=1)
 
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """The noisy mean of clipped gradients."""
         std = self.noise_multiplier * self.clip
+        grid = grid_step(std) if source.secure and std else None
         return {
-            name: (value + std * torch.empty_like(value).normal_(generator=generator)) / len(inputs)
-            for name, value in clipped_sum(task, inputs, labels, self.clip).items()
+            name: (source.add_normal(value, std) / len(inputs)).to(task.dtype)
+            for name, value in clipped_sum(task, inputs, labels, self.clip, grid=grid).items()
         }
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:

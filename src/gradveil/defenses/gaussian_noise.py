@@ -45,7 +45,7 @@ class GaussianNoise(Perturbation):
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise."""
-        return rows + self.std * draws.normal(rows)
+        return draws.add_normal(rows, self.std)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Squares are the likelihood already; the noise level says how far to trust an image prior."""

@@ -63,12 +63,12 @@ class GradientDropout(Perturbation):
         """Draw the mask, and decoys where it says so."""
         dropped = draws.uniform(rows) >= self.keep
         sent = rows / self.keep
-        for row, mask, generator in zip(sent, dropped, draws.generators, strict=True):
-            positions = mask.nonzero().flatten()
-            # Drawing only the decoys that are needed halves the time of the whole method.
-            decoys = torch.randn(len(positions), generator=generator, dtype=row.dtype, device=row.device)
-            row[positions] = decoys * self._spread(row)
-        return sent
+        return torch.stack(
+            [
+                source.replace_normal(row, self._spread(row), mask)
+                for source, row, mask in zip(draws.sources, sent, dropped, strict=True)
+            ]
+        )
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Decoys fit no candidate: only the share that was kept is believed, the one that fits best, scaled back."""

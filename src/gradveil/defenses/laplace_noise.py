@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradveil import checks
@@ -45,11 +44,8 @@ class LaplaceNoise(Perturbation):
         self.std = checks.number(self.name, "std", self.std, low=0)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """Add the noise, by inverting the distribution function."""
-        centred = draws.uniform(rows) - 0.5
-        # A draw of exactly 0 would give log(0); it counts as half the smallest positive draw.
-        tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(rows.dtype).eps / 4)
-        return rows - self.std / 2**0.5 * centred.sign() * tail.log()
+        """Add the noise."""
+        return draws.add_laplace(rows, self.std)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         r"""The noise level says how far to trust an image prior, as with normal noise.

@@ -15,7 +15,7 @@ from gradveil import checks
 from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import derived_generator, fresh_generator
+from gradveil.randomness import Randomness, Source, derived_generator, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Update, sizes_of, squared_weight_of
 
@@ -63,16 +63,14 @@ class SensitivityDriven(StepDefense):
         """Whether the parameters make it the identity."""
 
     @abstractmethod
-    def defend(
-        self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
-    ) -> Gradients:
+    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
         """The defended gradients of one step.
 
         Args:
             gradients: the client's, not to be changed.
             sensitivity: s^2 of every coordinate.
             weight: g^2 of every coordinate; in the global form not this client's.
-            generator: source of the noise.
+            source: the client's randomness.
         """
 
     def clipped(self, gradients: Gradients) -> Gradients:
@@ -85,14 +83,14 @@ class SensitivityDriven(StepDefense):
             return task
         if public is None:
             raise InputError(f"{self.name}: the global form needs prepare(task, public=(inputs, labels))")
-        generator = generator or fresh_generator(task.device)
+        source = source_of(generator)
         sensitivity = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         weight = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for example, label in zip(*public, strict=True):
             batch = example[None], label[None]
             gradients = task.gradients(*batch)
             clipped = self.clipped(gradients)
-            for name, value in task.sensitivity(*batch, self.directions, generator=generator).items():
+            for name, value in task.sensitivity(*batch, self.directions, generator=source).items():
                 sensitivity[name] += value * (clipped[name] == gradients[name]) / len(public[0])
                 weight[name] += clipped[name].square() / len(public[0])
         self.measured = sensitivity, weight
@@ -104,7 +102,7 @@ class SensitivityDriven(StepDefense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
@@ -121,23 +119,21 @@ class SensitivityDriven(StepDefense):
             _start_round(memory, self.every)
         return super().share(task, inputs, labels, generator=generator, memory=memory, public=public, local=local)
 
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """Measure the sensitivity, or recall it, and defend."""
         gradients = task.gradients(inputs, labels)
         check_gradients(self.name, gradients)
         if self.idle:
             return gradients
         if self.measured is not None:
-            return self.defend(gradients, *self.measured, generator)
+            return self.defend(gradients, *self.measured, source)
         sensitivity = None if self.every == 1 else _recall(memory, gradients)
         if sensitivity is None:
-            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
+            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=source)
             if self.every > 1:
                 _remember(memory, sensitivity)
         weight = {name: value.square() for name, value in gradients.items()}
-        return self.defend(gradients, sensitivity, weight, generator)
+        return self.defend(gradients, sensitivity, weight, source)
 
     def _check_prepared(self, task: Task) -> None:
         if self.measured is None:
@@ -279,10 +275,6 @@ def optimal_variance(
     }
 
 
-def add_noise(gradients: Mapping[str, Tensor], variance: Mapping[str, Tensor], generator: torch.Generator) -> Gradients:
-    """The gradients with independent normal noise of these variances."""
-    return {
-        name: value
-        + variance[name].sqrt() * torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
-        for name, value in gradients.items()
-    }
+def add_noise(gradients: Mapping[str, Tensor], variance: Mapping[str, Tensor], std: float, source: Source) -> Gradients:
+    """The gradients with independent normal noise of these variances, whose mean is `std` squared."""
+    return {name: source.add_normal(value, variance[name].sqrt(), typical=std) for name, value in gradients.items()}

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
+from gradveil.randomness import Source
 from gradveil.task import Gradients
 
 
@@ -81,9 +81,7 @@ class OptimalDpSgd(SensitivityNoise):
         """Each coordinate in [-clip, clip]."""
         return {name: value.clamp(-self.clip, self.clip) for name, value in gradients.items()}
 
-    def defend(
-        self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
-    ) -> Gradients:
+    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
         """Clip, and add noise to what was not clipped."""
         clipped = self.clipped(gradients)
         if self.std == 0:
@@ -91,7 +89,7 @@ class OptimalDpSgd(SensitivityNoise):
         where = None
         if self.form == "local":
             where = {name: value.abs() < self.clip for name, value in gradients.items()}
-        return add_noise(clipped, self._variance(sensitivity, weight, where), generator)
+        return add_noise(clipped, self._variance(sensitivity, weight, where), self.std, source)
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """That of the prepared global form."""

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
+from gradveil.randomness import Source
 from gradveil.task import Gradients
 
 
@@ -83,11 +83,9 @@ class OptimalNoise(SensitivityNoise):
         """The noise variance of each coordinate, from its s^2 and g^2."""
         return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise)
 
-    def defend(
-        self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
-    ) -> Gradients:
+    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
         """Add the noise."""
-        return add_noise(gradients, self.variance(sensitivity, weight), generator)
+        return add_noise(gradients, self.variance(sensitivity, weight), self.std, source)
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """That of the prepared global form."""

@@ -12,6 +12,7 @@ from gradveil.defenses.base import DEFENSES, Strength
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_arrived
 from gradveil.defenses.optimal import SensitivityDriven
 from gradveil.defenses.selection import share_of
+from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
 
@@ -81,9 +82,7 @@ class OptimalPruning(SensitivityDriven):
             return {}
         return {"arrived": Knowledge("matches what arrived", read=read_arrived)}
 
-    def defend(
-        self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, generator: torch.Generator
-    ) -> Gradients:
+    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
         """Zero what leaks most for its use."""
         # Squares rank like roots.
         scores = {

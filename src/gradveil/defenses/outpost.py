@@ -13,7 +13,7 @@ from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength
 from gradveil.defenses.knowledge import Knowledge, Reading, read_ranked
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Update, compute_update
 
@@ -78,7 +78,7 @@ class Outpost(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
@@ -89,16 +89,16 @@ class Outpost(Defense):
                 f"{self.name}: needs memory=, a mapping that is the client's own and lives through all rounds, "
                 "to count them"
             )
-        generator = generator or fresh_generator(inputs.device)
-        update = compute_update(task, inputs, labels, local=local, generator=generator)
+        source = source_of(generator)
+        update = compute_update(task, inputs, labels, local=local, generator=source)
         rounds = int(memory.get("rounds", torch.tensor(0)))
         memory["rounds"] = torch.tensor(rounds + 1)
-        draw = float(torch.rand((), generator=generator, device=inputs.device))
+        draw = float(source.uniform(inputs.new_empty((), dtype=torch.float32)))
         if draw >= 1 / (1 + self.decay * rounds):
             return update
         weights = task.parameters
         return Update(
-            {name: self._perturbed(value, weights[name], generator) for name, value in update.items()}, update.meta
+            {name: self._perturbed(value, weights[name], source) for name, value in update.items()}, update.meta
         )
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
@@ -133,13 +133,12 @@ class Outpost(Defense):
         summary = "matches what arrived, weighs an image prior by the noise; an honest round is matched exactly"
         return {"arrived": Knowledge(summary, read=read, variance=variance)}
 
-    def _perturbed(self, gradient: Tensor, weights: Tensor, generator: torch.Generator) -> Tensor:
+    def _perturbed(self, gradient: Tensor, weights: Tensor, source: Source) -> Tensor:
         row = gradient.reshape(1, -1)
         count = row.shape[1]
         std = self.scale * layer_risk(weights)
-        noise = std * torch.empty_like(row).normal_(generator=generator)
         informative = largest(row, share_of(self.noised, count, math.ceil))
-        noisy = torch.where(informative, row + noise, row)
+        noisy = source.add_normal(row, std, where=informative)
         return keep_ranks(noisy, 0, share_of(1 - self.pruned, count, math.ceil)).reshape(gradient.shape)
 
 

@@ -11,7 +11,7 @@ from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Batch, Memory, StepDefense
 from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
@@ -65,13 +65,11 @@ class Precode(StepDefense):
         """The task of the extended model, at the given weights and new ones for the bottleneck."""
         return VariationalTask.extend(task, self.width, self.beta, generator or fresh_generator(task.device))
 
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """The gradients of the extended model, with fresh noise."""
         if not isinstance(task, VariationalTask):
             raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
-        return task.with_noise(len(inputs), generator).gradients(inputs, labels)
+        return task.with_noise(len(inputs), source).gradients(inputs, labels)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """The bottleneck tells its own noise: of one image, its linear layers' gradients give what went in and out.
@@ -158,12 +156,10 @@ class VariationalTask(Task):
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
-    def with_noise(self, images: int, generator: torch.Generator) -> "VariationalTask":
+    def with_noise(self, images: int, source: Source) -> "VariationalTask":
         """The same task with fresh noise for each of `images` images."""
         name = f"{self.place}.noise"
-        noise = torch.randn(
-            images, self.buffers[name].shape[1], generator=generator, dtype=self.dtype, device=self.device
-        )
+        noise = source.normal(self.buffers[name].expand(images, -1))
         other = self.with_parameters(self.parameters, {name: noise})
         assert isinstance(other, VariationalTask)
         return other

@@ -9,7 +9,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
 from gradveil.defenses.knowledge import Knowledge, Reading
-from gradveil.randomness import Draws
+from gradveil.randomness import Draws, Randomness
 from gradveil.task import Gradients, Task
 from gradveil.update import MAX_BITS, Grid, LocalSteps, Update
 
@@ -75,7 +75,7 @@ class Quantization(Perturbation):
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:

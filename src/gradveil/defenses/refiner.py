@@ -14,6 +14,7 @@ from gradveil.defenses.knowledge import Knowledge
 from gradveil.denoising import denoise, noise_deviation
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
+from gradveil.randomness import Source
 from gradveil.task import Gradients, Task, differentiate_by_autograd
 from gradveil.update import LocalSteps
 
@@ -111,9 +112,7 @@ class Refiner(StepDefense):
         self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
         self.decay = checks.number(self.name, "decay", self.decay, above=0, high=1)
 
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """The gradient of robust data, projected to within `epsilon` of the client's own."""
         if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
             raise InputError(
@@ -124,7 +123,7 @@ class Refiner(StepDefense):
         check_gradients(self.name, own)
         if self.epsilon == 0:
             return own
-        start, warm = self._start(inputs, labels, generator, memory)
+        start, warm = self._start(inputs, labels, source, memory)
         robust = self.refine(task, own, labels, start, -(-self.iterations // 2) if warm else self.iterations)
         if memory is not None:
             _remember(memory, inputs, labels, robust)
@@ -211,12 +210,9 @@ class Refiner(StepDefense):
             )
             return torch.autograd.grad(utility - self.balance * network(leaf).mean(), leaf)[0]
 
-    def _start(
-        self, inputs: Tensor, labels: Tensor, generator: torch.Generator, memory: Memory | None
-    ) -> tuple[Tensor, bool]:
+    def _start(self, inputs: Tensor, labels: Tensor, source: Source, memory: Memory | None) -> tuple[Tensor, bool]:
         """Where the search starts, and whether every sample has a warm start."""
-        noise = torch.rand(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-        start = torch.lerp(inputs, noise, self.blend)
+        start = torch.lerp(inputs, source.uniform(inputs), self.blend)
         if memory is None:
             return start, False
         kept = [memory.get(key) for key in _keys(inputs, labels)]

@@ -15,7 +15,7 @@ from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, Str
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
-from gradveil.randomness import Draws, fresh_generator
+from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, Update, compute_update, weighted_mean
 
@@ -121,24 +121,24 @@ class RiskSlicing(Defense):
         inputs: Tensor,
         labels: Tensor,
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
         """Compute the client's update, clipped if asked for, and put noise on random slices."""
         self._slices_for(task.parameters)
-        generator = generator or fresh_generator(task.device)
+        source = source_of(generator)
         gradients = Task.gradients if self.clip is None else self._clipped
-        update = compute_update(task, inputs, labels, local=local, generator=generator, gradients=gradients)
+        update = compute_update(task, inputs, labels, local=local, generator=source, gradients=gradients)
         check_gradients(self.name, update)
-        return self._add_noise(update, generator)
+        return self._add_noise(update, source)
 
     def perturb(
         self,
         gradients: Mapping[str, Tensor],
         *,
-        generator: torch.Generator | None = None,
+        generator: Randomness | None = None,
         memory: Memory | None = None,
         public: Public | None = None,
     ) -> Update:
@@ -146,7 +146,7 @@ class RiskSlicing(Defense):
         if self.clip is not None:
             return super().perturb(gradients, generator=generator, memory=memory)
         check_gradients(self.name, gradients)
-        return self._add_noise(gradients, generator or fresh_generator(next(iter(gradients.values())).device))
+        return self._add_noise(gradients, source_of(generator))
 
     def aggregate(
         self,
@@ -221,15 +221,15 @@ class RiskSlicing(Defense):
             raise InputError(f"{self.name}: prepared for layers {expected}, got {got}; prepare it for this model")
         return self.slice_of
 
-    def _add_noise(self, gradients: Mapping[str, Tensor], generator: torch.Generator) -> Update:
+    def _add_noise(self, gradients: Mapping[str, Tensor], source: Source) -> Update:
         slice_of = self._slices_for(gradients)
-        chosen = torch.zeros(self.slices, dtype=torch.bool, device=generator.device)
-        chosen[torch.randperm(self.slices, generator=generator, device=generator.device)[: self.noisy_slices]] = True
-        draws = Draws([generator])
-        result = {}
-        for name, value in gradients.items():
-            noise = self.noise_std * draws.normal(value[None])[0]
-            result[name] = torch.where(chosen[slice_of[name].long()], value + noise, value)
+        device = next(iter(slice_of.values())).device
+        chosen = torch.zeros(self.slices, dtype=torch.bool, device=device)
+        chosen[source.permutation(self.slices, device)[: self.noisy_slices]] = True
+        result = {
+            name: source.add_normal(value, self.noise_std, where=chosen[slice_of[name].long()])
+            for name, value in gradients.items()
+        }
         return Update(result, meta_of(gradients))
 
     def _clipped(self, task: Task, inputs: Tensor, labels: Tensor) -> Gradients:
@@ -245,7 +245,7 @@ def layer_risks(
     labels: Tensor,
     *,
     directions: int | None = DIRECTIONS,
-    generator: torch.Generator | None = None,
+    generator: Randomness | None = None,
 ) -> dict[str, float]:
     """The risk of each layer: the mean over single examples of the Frobenius norm of its gradient's input Jacobian.
 
@@ -254,12 +254,12 @@ def layer_risks(
         inputs: the public examples.
         labels: their labels.
         directions: random directions an example; None: exact.
-        generator: source of the directions; default: fresh entropy.
+        generator: source of the directions.
     """
-    generator = generator or fresh_generator(task.device)
+    source = source_of(generator)
     total = dict.fromkeys(task.parameters, 0.0)
     for example, label in zip(inputs, labels, strict=True):
-        squared = task.sensitivity(example[None], label[None], directions, generator=generator)
+        squared = task.sensitivity(example[None], label[None], directions, generator=source)
         for name, value in squared.items():
             total[name] += float(value.sum(dtype=torch.float64).sqrt())
     return {name: value / len(inputs) for name, value in total.items()}

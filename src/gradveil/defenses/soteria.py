@@ -13,7 +13,7 @@ from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
 from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
+from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
 
@@ -70,13 +70,11 @@ class Soteria(StepDefense):
         self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
         self.directions = checks.integer(self.name, "directions", self.directions, low=0)
 
-    def step(
-        self, task: Task, inputs: Tensor, labels: Tensor, *, generator: torch.Generator, memory: Memory | None
-    ) -> Gradients:
+    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
         """The gradients, with columns zeroed."""
         weight = self._pruned_layer(task)
         gradients = task.gradients(inputs, labels)
-        scores = self.scores(task, inputs, generator=generator)
+        scores = self.scores(task, inputs, generator=source)
         zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
         columns = scores.argsort(stable=True)[:zeroed]
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
@@ -113,11 +111,10 @@ class Soteria(StepDefense):
         return task.classifier.weight
 
     @torch.no_grad()
-    def scores(self, task: Task, inputs: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    def scores(self, task: Task, inputs: Tensor, *, generator: Randomness | None = None) -> Tensor:
         """The score of every unit, ``[units]``; infinite for units that are silent on every image."""
         if self.directions:
-            generator = generator or fresh_generator(inputs.device)
-            slopes, values = estimated_slopes(task, inputs, self.directions, generator)
+            slopes, values = estimated_slopes(task, inputs, self.directions, source_of(generator))
         else:
             slopes, values = exact_slopes(task, inputs)
         ratios = slopes / values.abs()
@@ -141,7 +138,7 @@ def exact_slopes(task: Task, inputs: Tensor) -> tuple[Tensor, Tensor]:
     return slopes, values
 
 
-def estimated_slopes(task: Task, inputs: Tensor, directions: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source) -> tuple[Tensor, Tensor]:
     """`exact_slopes`, estimated from random directions; each image gets directions of its own."""
     parameters = task.parameters
     inputs = inputs.clone()  # the tangent of a view is as large as what it views
@@ -153,7 +150,7 @@ def estimated_slopes(task: Task, inputs: Tensor, directions: int, generator: tor
         tangent: Tensor = jvp(represent, (inputs,), (direction,))[1]
         return tangent.square()
 
-    drawn = torch.randn(directions, *inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+    drawn = source.normal(inputs.expand(directions, *inputs.shape))
     squares: Tensor = vmap(squared_response, chunk_size=_chunk(task, len(inputs)))(drawn)
     return squares.mean(0).sqrt(), represent(inputs)
 

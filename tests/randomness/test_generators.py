@@ -1,6 +1,8 @@
+import pytest
 import torch
 
-from gradveil.randomness import Draws, derived_generator, fresh_generator
+import gradveil.randomness.generators as generators
+from gradveil.randomness import Draws, SeededSource, derived_generator, fresh_generator
 
 
 def draw(generator, count=1000):
@@ -31,6 +33,14 @@ def test_a_filled_generator_is_a_good_one():
 def test_the_layout_in_memory_does_not_matter():
     rows = torch.zeros(3, 40)
     strided = torch.zeros(40, 3).t()
-    first = Draws([derived_generator(i) for i in range(3)]).normal(rows)
-    second = Draws([derived_generator(i) for i in range(3)]).normal(strided)
+    first = Draws([SeededSource(derived_generator(i)) for i in range(3)]).normal(rows)
+    second = Draws([SeededSource(derived_generator(i)) for i in range(3)]).normal(strided)
     assert torch.equal(first, second)
+
+
+def test_another_layout_of_torchs_state_is_noticed(monkeypatch):
+    generators._check_layout.cache_clear()
+    monkeypatch.setattr(generators, "_STATE_OFFSET", 32)
+    with pytest.raises(RuntimeError, match="in another layout than gradveil knows"):
+        derived_generator(1)
+    generators._check_layout.cache_clear()

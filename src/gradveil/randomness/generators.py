@@ -1,0 +1,62 @@
+"""Torch generators whose whole state comes from a seed, for simulations and attacks."""
+
+import hashlib
+import os
+from functools import cache
+
+import numpy as np
+import torch
+
+_STATE_WORDS = 624  # of the Mersenne Twister, 32 bits each
+_STATE_OFFSET = 24  # where torch's state keeps them, as 64-bit words, behind seed, counters and flags
+_SEED_BYTES = 4 * _STATE_WORDS
+
+
+def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator that nobody can repeat, for draws that need not stay secret: an attacker's starts, a measurement.
+
+    A client's draws come from `SecureSource` instead: a Mersenne Twister can be continued by whoever sees enough of it.
+    """
+    return _generator_from(os.urandom(_SEED_BYTES), device)
+
+
+def derived_generator(seed: int, *path: object, device: torch.device | str = "cpu") -> torch.Generator:
+    """A generator for one purpose, such as ``derived_generator(seed, "round", 3, "client", 7)``.
+
+    Different paths give unrelated streams, and no stream depends on what else was drawn before.
+    """
+    return _generator_from(hashlib.shake_256(repr((seed, *path)).encode()).digest(_SEED_BYTES), device)
+
+
+def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generator:
+    """A generator whose whole state comes from `entropy`: `manual_seed` uses only 32 bits of a seed on the CPU."""
+    generator = torch.Generator(device).manual_seed(int.from_bytes(entropy[:8], "little") >> 1)
+    if generator.device.type == "cpu":
+        _check_layout()
+        generator.set_state(_with_words(generator.get_state(), np.frombuffer(entropy, "<u4")))
+    return generator
+
+
+def _with_words(state: torch.Tensor, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> torch.Tensor:
+    state = state.clone()
+    state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS] = torch.from_numpy(words.astype("<u8").view(np.uint8))
+    return state
+
+
+@cache
+def _check_layout() -> None:
+    """Refuse to work with a torch that keeps its generator's state elsewhere: seeds would silently lose their meaning.
+
+    A generator that was given the state of numpy's Mersenne Twister must continue as numpy does.
+    """
+    reference = np.random.RandomState(5489)
+    words = np.asarray(reference.get_state(legacy=False)["state"]["key"], dtype="<u4")
+    generator = torch.Generator().manual_seed(1)
+    generator.set_state(_with_words(generator.get_state(), words))
+    drawn = torch.empty(1000, dtype=torch.int64).random_(0, 1 << 24, generator=generator).numpy()
+    expected = reference.randint(0, 1 << 32, 1000, dtype=np.uint64) & np.uint64((1 << 24) - 1)
+    if not np.array_equal(drawn.astype(np.uint64), expected):
+        raise RuntimeError(
+            f"torch {torch.__version__} keeps the state of its generator in another layout than gradveil knows, so "
+            "seeds would not mean what they say; install torch 2.6 to 2.13"
+        )

@@ -1,0 +1,296 @@
+"""Where a client's random draws come from: a cryptographic stream in use, a seeded generator in simulations."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradveil.randomness.discrete import FINENESS, discrete_gaussian, grid_step
+from gradveil.randomness.stream import SecretKey
+
+
+class Source(ABC):
+    """All the draws that a client makes.
+
+    Noise is added by the source, not to what the source returns: how it is added decides whether it can be taken off.
+    """
+
+    secure: bool
+    """Whether nobody can predict or continue the draws, and noise shows nothing of what it was added to."""
+
+    @abstractmethod
+    def normal(self, like: Tensor) -> Tensor:
+        """Standard normal values with the shape, type and device of `like`."""
+
+    @abstractmethod
+    def uniform(self, like: Tensor) -> Tensor:
+        """Uniform values in [0, 1) with the shape, type and device of `like`."""
+
+    @abstractmethod
+    def permutation(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """The numbers from 0 to `count` - 1 in random order."""
+
+    @abstractmethod
+    def integers(self, below: int, count: int) -> list[int]:
+        """`count` whole numbers from 0 to `below` - 1."""
+
+    @abstractmethod
+    def add_normal(
+        self, values: Tensor, std: float | Tensor, *, typical: float | None = None, where: Tensor | None = None
+    ) -> Tensor:
+        """`values` with independent normal noise.
+
+        Args:
+            values: what the noise hides; not changed.
+            std: its standard deviation, one for all or one each; 0 changes nothing.
+            typical: a deviation that does not depend on private data, for the grid; needed where `std` is a tensor.
+            where: True for the values that get noise; the others are only put on the same grid.
+        """
+
+    @abstractmethod
+    def add_laplace(self, values: Tensor, std: float) -> Tensor:
+        """`values` with independent Laplace noise of standard deviation `std`."""
+
+    @abstractmethod
+    def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
+        """`values` with normal draws in the places that `where` marks, which the last bits do not give away."""
+
+
+class SeededSource(Source):
+    """Draws of a torch generator, for simulations that must repeat themselves.
+
+    Not for use: the Mersenne Twister behind torch's CPU generator is no cryptographic one. Whoever sees some 1,250
+    draws, where a gradient is known to be zero, computes all others (docs/noise-recovery.md).
+
+    Args:
+        generator: whose draws; their order is the order of the calls.
+
+    Example:
+        >>> draw = lambda: SeededSource(torch.Generator().manual_seed(1)).normal(torch.empty(3))
+        >>> torch.equal(draw(), draw())
+        True
+    """
+
+    secure = False
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    # Not `empty_like`, which keeps strides: how values lie in memory must not decide which one gets which draw.
+
+    def normal(self, like: Tensor) -> Tensor:
+        """As torch draws them."""
+        return _dense_like(like).normal_(generator=self.generator)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """As torch draws them."""
+        return _dense_like(like).uniform_(generator=self.generator)
+
+    def permutation(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """As torch draws it."""
+        return torch.randperm(count, generator=self.generator, device=self.generator.device).to(device)
+
+    def integers(self, below: int, count: int) -> list[int]:
+        """As torch draws them."""
+        drawn: list[int] = torch.randint(
+            below, (count,), generator=self.generator, device=self.generator.device
+        ).tolist()
+        return drawn
+
+    def add_normal(
+        self, values: Tensor, std: float | Tensor, *, typical: float | None = None, where: Tensor | None = None
+    ) -> Tensor:
+        """Added in floating point."""
+        noisy = values + std * self.normal(values)
+        return noisy if where is None else torch.where(where, noisy, values)
+
+    def add_laplace(self, values: Tensor, std: float) -> Tensor:
+        """By inverting the distribution function."""
+        centred = self.uniform(values) - 0.5
+        # A draw of exactly 0 would give log(0); it counts as half the smallest positive draw.
+        tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(values.dtype).eps / 4)
+        return values - std / 2**0.5 * centred.sign() * tail.log()
+
+    def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
+        """Only the draws that are needed."""
+        result = values.clone()
+        places = where.nonzero(as_tuple=True)
+        result[places] = std * self.normal(result[places])
+        return result
+
+
+class SecureSource(Source):
+    """Draws of a cryptographic stream keyed by the operating system; noise on a grid (`gradveil.randomness.discrete`).
+
+    Every draw has a key of its own. On other devices than the CPU the draws are made on the CPU and moved.
+
+    Example:
+        >>> source = SecureSource()
+        >>> noisy = source.add_normal(torch.zeros(10_000), 0.1)
+        >>> abs(float(noisy.std()) - 0.1) < 0.01, bool((noisy * 2**28 == (noisy * 2**28).round()).all())
+        (True, True)
+    """
+
+    secure = True
+
+    def __init__(self) -> None:
+        self._key = SecretKey()
+
+    def normal(self, like: Tensor) -> Tensor:
+        """Multiples of 2^-24."""
+        result = _dense_like(like, "cpu")
+        target, first = _flat(result), 0
+        for run in self._gaussian(2.0**FINENESS, result.numel()):
+            last = first + len(run)
+            np.multiply(run, target.dtype.type(2.0**-FINENESS), out=target[first:last], casting="unsafe")
+            first = last
+        return result.to(like.device)
+
+    def uniform(self, like: Tensor) -> Tensor:
+        """Multiples of 2^-24 or, in double precision, of 2^-53."""
+        stream = self._key.stream()
+        drawn: NDArray[Any]
+        if like.dtype == torch.float64:
+            drawn = stream.doubles(like.numel())
+        else:
+            drawn = (stream.words(like.numel()) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+        return torch.from_numpy(drawn).reshape(like.shape).to(like.device, like.dtype)
+
+    def permutation(self, count: int, device: torch.device | str = "cpu") -> Tensor:
+        """The order of random 64-bit numbers; two of them are equal with a probability of count^2 / 2^65."""
+        keys = self._key.stream().words(2 * count).view("<u8")
+        return torch.from_numpy(np.argsort(keys, kind="stable")).to(device)
+
+    def integers(self, below: int, count: int) -> list[int]:
+        """Remainders of random 64-bit numbers, even up to a relative below / 2^64."""
+        drawn: list[int] = (self._key.stream().words(2 * count).view("<u8") % np.uint64(below)).tolist()
+        return drawn
+
+    def add_normal(
+        self, values: Tensor, std: float | Tensor, *, typical: float | None = None, where: Tensor | None = None
+    ) -> Tensor:
+        """A discrete Gaussian on the grid of the values; with a deviation each, a rounded Gaussian."""
+        scale = typical if isinstance(std, Tensor) else std
+        if scale is None:
+            raise ValueError("add_normal: deviations that differ need `typical`, which decides the grid")
+        if scale == 0:
+            return values.clone()
+        step = grid_step(scale)
+        each = _flat(std) * (2.0**-FINENESS / step) if isinstance(std, Tensor) else None
+        noisy = None if where is None else _flat(where)
+        result = _dense_like(values, "cpu")
+        target, own, first = _flat(result), _flat(values), 0
+        for run in self._gaussian(scale / step if each is None else 2.0**FINENESS, result.numel()):
+            part = slice(first, first + len(run))
+            noise: NDArray[np.float64] = run.astype(np.float64)
+            if each is not None:
+                noise = np.rint(noise * each[part])
+            if noisy is not None:
+                noise *= noisy[part]
+            target[part] = _on_grid(own[part], step, noise)
+            first = part.stop
+        return result.to(values.device)
+
+    def add_laplace(self, values: Tensor, std: float) -> Tensor:
+        """A Laplace variable rounded to the grid of the values."""
+        if std == 0:
+            return values.clone()
+        step, result, stream = grid_step(std), _dense_like(values, "cpu"), self._key.stream()
+        target, own = _flat(result), _flat(values)
+        for first in range(0, len(own), _CHUNK):
+            part = slice(first, min(first + _CHUNK, len(own)))
+            tail = stream.doubles(part.stop - first)
+            signs = np.where(stream.words(len(tail)) & np.uint32(1), 1.0, -1.0)
+            noise = np.rint(std / 2**0.5 / step * signs * -np.log(tail + 2.0**-54))  # the middle of each 2^-53
+            target[part] = _on_grid(own[part], step, noise)
+        return result.to(values.device)
+
+    def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
+        """The values that stay are put on the grid of the draws, for not every float is a possible value."""
+        if std == 0:
+            return values.masked_fill(where, 0)
+        return self.add_normal(values.masked_fill(where, 0), std, where=where)
+
+    def _gaussian(self, deviation: float, count: int) -> Iterator[NDArray[np.int32]]:
+        return discrete_gaussian(deviation).draw(count, self._key.stream())
+
+
+class Draws:
+    """Random tensors for several clients at once, each client's row from that client's own source.
+
+    Row i is what client i would have drawn alone, so working on many clients together changes nothing.
+
+    Args:
+        sources: one per client.
+
+    Example:
+        >>> from gradveil.randomness import derived_generator
+        >>> seeded = [SeededSource(derived_generator(client)) for client in (1, 2)]
+        >>> together = Draws(seeded).normal(torch.empty(2, 3))
+        >>> alone = Draws([SeededSource(derived_generator(2))]).normal(torch.empty(1, 3))
+        >>> torch.equal(together[1:], alone)
+        True
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = list(sources)
+
+    def normal(self, rows: Tensor) -> Tensor:
+        """Standard normal values shaped like `rows`."""
+        return torch.stack([source.normal(row) for source, row in self._each(rows)])
+
+    def uniform(self, rows: Tensor) -> Tensor:
+        """Uniform values in [0, 1) shaped like `rows`."""
+        return torch.stack([source.uniform(row) for source, row in self._each(rows)])
+
+    def add_normal(self, rows: Tensor, std: float) -> Tensor:
+        """`rows` with independent normal noise of standard deviation `std`."""
+        return torch.stack([source.add_normal(row, std) for source, row in self._each(rows)])
+
+    def add_laplace(self, rows: Tensor, std: float) -> Tensor:
+        """`rows` with independent Laplace noise of standard deviation `std`."""
+        return torch.stack([source.add_laplace(row, std) for source, row in self._each(rows)])
+
+    def _each(self, rows: Tensor) -> list[tuple[Source, Tensor]]:
+        return list(zip(self.sources, rows, strict=True))
+
+
+Randomness = torch.Generator | Source
+"""What callers may name: a torch generator is for simulations."""
+
+
+def source_of(randomness: Randomness | None) -> Source:
+    """The source that is meant: None, a new cryptographic one; a torch generator, a simulation with its draws.
+
+    >>> source_of(None).secure, source_of(torch.Generator()).secure
+    (True, False)
+    """
+    if randomness is None:
+        return SecureSource()
+    return SeededSource(randomness) if isinstance(randomness, torch.Generator) else randomness
+
+
+_CHUNK = 1 << 15
+
+
+def _dense_like(like: Tensor, device: torch.device | str | None = None) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
+
+
+def _flat(tensor: Tensor) -> NDArray[Any]:
+    """All values in order; of a contiguous tensor on the CPU, its own memory."""
+    flat: NDArray[Any] = tensor.detach().cpu().contiguous().view(-1).numpy()
+    return flat
+
+
+def _on_grid(values: NDArray[Any], step: float, noise: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The values rounded to the grid, with noise that is a whole number of its steps.
+
+    A step is a power of two, so the division is exact. A sum beyond 2^53 is rounded by its own size, not by that of the
+    value, and stays a function of the exact sum.
+    """
+    return (np.rint(values.astype(np.float64) * (1 / step)) + noise) * step
