@@ -82,3 +82,42 @@ def test_what_it_misses():
     with torch.no_grad():
         layer.weight.copy_(0.05 * (1 + 0.5 * torch.randn(32, 400, generator=torch.Generator().manual_seed(0))))
     assert gradveil.inspect(layer) == []
+
+
+@torch.no_grad()
+def test_silenced_units_are_found():
+    """How an active server makes gradients zero: biases that no image can outweigh."""
+    linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    assert kinds(linear) == set()
+    linear[1].bias[:4] = -1000.0
+    assert kinds(linear) == {"silent-units"}
+    deep = models.create("lenet", input_shape=(3, 32, 32), classes=10)
+    [*_, last, _] = [module for module in deep.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    last.bias[:] = -1000.0
+    assert kinds(deep) == {"silent-units"}
+
+
+@torch.no_grad()
+def test_a_bias_that_just_outweighs_every_image_is_found_and_a_smaller_one_is_not():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    brightest = model[1].weight.clamp_min(0).sum(1)
+    model[1].bias[:] = -1.01 * brightest
+    assert kinds(model) == {"silent-units"}
+    assert not model[:3](torch.rand(200, 1, 28, 28)).any()
+    model[1].bias[:] = -0.99 * brightest
+    assert kinds(model) == set()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["lenet", "mlp", "mnist-cnn"])
+def test_units_that_nothing_listens_to_are_found(name):
+    model = models.create(name, input_shape=(1, 28, 28), classes=10)
+    weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
+    for module, following in zip(weighted[:-1], weighted[1:], strict=True):
+        each = following.weight.shape[1] // len(module.weight)
+        silenced = min(len(module.weight), -(-256 // module.weight[0].numel()))
+        following.weight[:, : silenced * each] = 0
+        if silenced * module.weight[0].numel() >= 256:
+            assert "unheard-units" in kinds(model)
+        following.weight.normal_(std=0.05)
+    assert "unheard-units" not in kinds(model)

@@ -18,6 +18,8 @@ class PrivacySpent:
         epsilon: the privacy loss.
         delta: the probability with which it may be larger.
         sampling: how batches were drawn, which decides what neighbouring data sets are.
+        seeded: whether the noise came from a seeded generator. Then the guarantee is that of the mechanism which was
+            simulated; the updates themselves have none, for whoever sees some of the draws can compute the others.
 
     Example:
         >>> str(PrivacySpent(1.5, 1e-5, "fixed"))
@@ -27,10 +29,14 @@ class PrivacySpent:
     epsilon: float
     delta: float
     sampling: str
+    seeded: bool = False
 
     def __str__(self) -> str:
         batches = "fixed-size" if self.sampling == "fixed" else "Poisson-sampled"
-        return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({RELATIONS[self.sampling]}; {batches} batches)"
+        about = f"{RELATIONS[self.sampling]}; {batches} batches"
+        if self.seeded:
+            about += "; simulated with a seeded generator, in use only without one"
+        return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({about})"
 
 
 @lru_cache(maxsize=1024)

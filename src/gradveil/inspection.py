@@ -1,6 +1,8 @@
 """What a client can see of a model that was sent to it: blocks that collect images, before it trains them."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,12 @@ GROUP = 8
 LARGEST_SCALE, SMALLEST_SCALE = 100.0, 1e-3
 # Vectors compared with each other in one layer; of more, every second, third, ...
 MOST = 4096
+# A unit is silent for certain if its bias outweighs whatever its inputs, of at most this size, can bring: images lie in
+# [0, 1], and what the layers in between pass on is seldom larger than ten.
+LARGEST_IMAGE, LARGEST_ACTIVATION = 1.0, 10.0
+# Weights whose gradient is zero, whatever the image, before silent units count: a unit of a linear layer with 256 inputs
+# has as many, and some 1,250 give a weak generator away.
+SILENT_WEIGHTS = 256
 # The share of 3x3 (or larger) kernels that may be all zero or a single value.
 TRIVIAL_KERNELS = 0.5
 
@@ -25,8 +33,8 @@ class Finding:
 
     Args:
         layer: name of the module.
-        kind: ``"parallel-rows"``, ``"parallel-columns"``, ``"extreme-scale"``, ``"trivial-kernels"`` or
-            ``"linear-before-convolution"``.
+        kind: ``"parallel-rows"``, ``"parallel-columns"``, ``"extreme-scale"``, ``"trivial-kernels"``,
+            ``"linear-before-convolution"``, ``"silent-units"`` or ``"unheard-units"``.
         detail: what was seen and why it matters.
 
     Example:
@@ -52,11 +60,15 @@ def inspect(model: nn.Module) -> list[Finding]:
       direction, whatever the order of the rows and whatever their scale;
     - layers far larger or smaller than any initialisation makes them: how a server lifts its signal above noise;
     - convolutions most of whose kernels are zero or a single value: how LOKI keeps clients apart;
-    - a linear layer before the first convolution.
+    - a linear layer before the first convolution;
+    - units that a large negative bias keeps off whatever the image, and units whose outgoing weights are all zero:
+      their gradient is zero, so whatever a defense adds to it stands there alone, to be read and, if it comes from a
+      weak generator, continued (docs/noise-recovery.md).
 
     It is a check for known patterns, not a proof. It misses blocks whose rows were drawn apart far enough (below a
     cosine of .9), which the attack survives when its bins are wide; rows hidden among fewer than eight; blocks behind
-    layers that destroy no information; and attacks that change nothing but ordinary weights. The figures are in
+    layers that destroy no information; units that are silent on real images though their bias is not large enough to
+    prove it, or by batch norm; and attacks that change nothing but ordinary weights. The figures are in
     experiments/analytic_attacks.
 
     Args:
@@ -72,9 +84,9 @@ def inspect(model: nn.Module) -> list[Finding]:
         ['parallel-rows']
     """
     findings: list[Finding] = []
-    weighted = [
-        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    ]
+    weighted = [(n, m) for n, m in model.named_modules() if isinstance(m, _Weighted)]
+    findings += _silent_units(weighted)
+    findings += _unheard_units(weighted)
     convolutions = [place for place, (_, module) in enumerate(weighted) if not isinstance(module, nn.Linear)]
     for place, (name, module) in enumerate(weighted):
         weight = module.weight.detach().float()
@@ -101,6 +113,43 @@ def inspect(model: nn.Module) -> list[Finding]:
             detail = f"weights of size {scale:.2g} in units of 1 / sqrt(inputs); initialisation gives about .6"
             findings.append(Finding(name, "extreme-scale", detail))
     return findings
+
+
+_Weighted = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
+
+
+def _silent_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Finding]:
+    """Units whose bias keeps them below zero, so that a ReLU behind them never opens."""
+    for place, (name, module) in enumerate(weighted[:-1]):  # the last layer is the classifier, nothing is behind it
+        if module.bias is None:
+            continue
+        rows = module.weight.flatten(1)
+        # An image has no negative values; what layers pass on may have.
+        reach = rows.clamp_min(0).sum(1) * LARGEST_IMAGE if place == 0 else rows.abs().sum(1) * LARGEST_ACTIVATION
+        silent = int((module.bias < -reach).sum())
+        if silent * rows.shape[1] >= SILENT_WEIGHTS:
+            detail = (
+                f"{silent} of its {len(rows)} units are off whatever the image, by their biases: the gradients of "
+                f"{silent * (rows.shape[1] + 1):,} weights and biases are zero, and noise on them can be read"
+            )
+            yield Finding(name, "silent-units", detail)
+
+
+def _unheard_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Finding]:
+    """Units that nothing listens to: the next layer has only zeros for them."""
+    for (name, module), (_, following) in pairwise(weighted):
+        # Flattening puts the pixels of a channel side by side: a channel is heard if any of them is.
+        spread, left = divmod(following.weight.shape[1], len(module.weight))
+        if left or (isinstance(following, nn.Linear) and isinstance(module, nn.Linear) and spread != 1):
+            continue
+        heard = following.weight.reshape(len(following.weight), len(module.weight), -1).abs().amax((0, 2))
+        unheard = int((heard == 0).sum())
+        if unheard * module.weight[0].numel() >= SILENT_WEIGHTS:
+            detail = (
+                f"the next layer has only zeros for {unheard} of its {len(module.weight)} units: the gradients of "
+                f"{unheard * module.weight[0].numel():,} weights are zero, and noise on them can be read"
+            )
+            yield Finding(name, "unheard-units", detail)
 
 
 def _parallel(vectors: Tensor, shortest: int) -> int:

@@ -1,5 +1,6 @@
 """Federated training in one process: what a defense costs in accuracy, time and bytes."""
 
+import dataclasses
 import math
 import time
 import warnings
@@ -301,7 +302,10 @@ def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -
 def privacy_spent(
     defense: Defense, training: Training, examples: Sequence[int], rounds_of: Counter[int]
 ) -> PrivacySpent | None:
-    """What the client spent that spent most; which clients were drawn is the server's knowledge and no protection."""
+    """What the client spent that spent most; which clients were drawn is the server's knowledge and no protection.
+
+    A training repeats itself, so its noise comes from seeds: what is spent is said of the mechanism that it simulates.
+    """
     spent = [
         defense.privacy_spent(
             rounds=rounds,
@@ -311,7 +315,8 @@ def privacy_spent(
         )
         for client, rounds in rounds_of.items()
     ]
-    return max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
+    most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
+    return None if most is None else dataclasses.replace(most, seeded=True)
 
 
 def _announcement(

@@ -238,6 +238,7 @@ def _cost(audit: Audit, defense: str) -> str:
 def _caveats(audit: Audit) -> Iterator[str]:
     yield from _unfinished_caveats(audit)
     yield from _attack_caveats(audit)
+    yield from _randomness_caveats(audit)
     yield from _blind_caveats(audit)
     yield from _metric_caveats(audit)
 
@@ -287,6 +288,15 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
         yield (
             f"{names(misled)}: most labels were inferred wrongly, and with a wrong label no image is found. An "
             "attacker who has the labels, or tries them all, may recover more: see `--labels known`."
+        )
+
+
+def _randomness_caveats(audit: Audit) -> Iterator[str]:
+    if audit.real_defenses:
+        yield (
+            "Noise, masks and batches were drawn from seeded generators, so that this audit can be repeated. That is "
+            "for simulations only: whoever sees some draws of a seeded generator can compute the others. Clients in "
+            "use leave the generator out and draw from a cryptographic stream."
         )
 
 
