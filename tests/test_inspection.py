@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
@@ -113,7 +115,7 @@ def test_a_bias_that_just_outweighs_every_image_is_found_and_a_smaller_one_is_no
 def test_units_that_nothing_listens_to_are_found(name):
     model = models.create(name, input_shape=(1, 28, 28), classes=10)
     weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
-    for module, following in zip(weighted[:-1], weighted[1:], strict=True):
+    for module, following in pairwise(weighted):
         each = following.weight.shape[1] // len(module.weight)
         silenced = min(len(module.weight), -(-256 // module.weight[0].numel()))
         following.weight[:, : silenced * each] = 0

@@ -20,8 +20,8 @@ MOST = 4096
 # A unit is silent for certain if its bias outweighs whatever its inputs, of at most this size, can bring: images lie in
 # [0, 1], and what the layers in between pass on is seldom larger than ten.
 LARGEST_IMAGE, LARGEST_ACTIVATION = 1.0, 10.0
-# Weights whose gradient is zero, whatever the image, before silent units count: a unit of a linear layer with 256 inputs
-# has as many, and some 1,250 give a weak generator away.
+# Weights whose gradient is zero, whatever the image, before silent units count: as many as a unit with 256 inputs has.
+# Some 1,250 give a weak generator away.
 SILENT_WEIGHTS = 256
 # The share of 3x3 (or larger) kernels that may be all zero or a single value.
 TRIVIAL_KERNELS = 0.5
