@@ -13,12 +13,12 @@ nearest step, but for a factor of :math:`1 + (z^2/s^2 - 1) / 24 s^2`, that is 1 
 Gaussian, added to whole numbers, *is* the continuous mechanism followed by rounding, for round(G + X) = G + round(X):
 every theorem and accountant of the continuous Gaussian holds for it, sampled batches and composition included.
 
-**How exactly it is drawn.** By rejection, from cells of 2^20 neighbouring values: a cell by an alias table of whole
-numbers, which is exact, a value in it uniformly, and the value is kept with probability :math:`q_{cell} \,
-exp(-(z^2 - e^2) / 2 s^2)`, e the value of the cell nearest to zero. The exponent is an exact integer times a constant,
-so each probability has a relative error below 2^-50. Together with the factor above, one value changes log-likelihood
-ratios by less than 2^-46, a round of d values epsilon by less than d / 2^46: 11 million values, 2e-7. Nothing lies
-outside 512 cells (16 deviations and more), which adds less than d * 1e-57 to delta.
+**How exactly it is drawn.** A sign and a magnitude, by rejection from cells of 2^20 neighbouring values: a cell by an
+alias table of whole numbers, which is exact, a value z in it uniformly, and the value is kept with probability
+:math:`q_{cell} \, exp(-(z^2 - e^2) / 2 s^2)`, e the cell's smallest value. The exponent is an exact integer times a
+constant, so each probability has a relative error below 2^-50. Together with the factor above, one value changes
+log-likelihood ratios by less than 2^-46, a round of d values epsilon by less than d / 2^46: 11 million values, 2e-7.
+Nothing lies outside the 512 cells (16 deviations and more), which adds less than d * 1e-57 to delta.
 """
 
 import decimal
@@ -34,7 +34,7 @@ from gradveil.randomness.stream import Keystream
 FINENESS = 24
 """Steps of the grid in a standard deviation: 2^24 and up to twice as many."""
 
-_CELLS = 1024
+_CELLS = 512
 _WITHIN = 20  # bits: 2^20 values a cell, so that a standard deviation is 16 to 32 cells
 _CHUNK = 1 << 15  # values drawn at once: what is worked on stays in the caches
 # The quick test is in float32. Its slips (2^-21.5 for rounding, 2^-21 for the tables) stay below this margin.
@@ -67,46 +67,45 @@ class DiscreteGaussian:
             raise ValueError(f"expected a deviation from 2^24 to 2^25 steps, got {deviation}")
         self.deviation = deviation
         self._rate = 0.5 / deviation**2
-        places = np.arange(_CELLS) - _CELLS // 2
-        self._first = (places << _WITHIN).astype(np.int32)
-        self._edge = np.where(places >= 0, self._first, self._first + (1 << _WITHIN) - 1).astype(np.int64)
-        weights, self._keep = _envelope(self._edge.tolist(), deviation)
+        self._first = np.arange(_CELLS, dtype=np.int32) << _WITHIN
+        weights, self._keep = _envelope(self._first.tolist(), deviation)
         self._threshold, self._alias = _alias_table(weights)
-        # Where the table's own rounding counts, in the tails, an edge of 0 sends all to the exact test.
-        rough = self._keep < 1 - 2.0**-21
-        self._quick_edge = np.where(rough, 0, self._edge).astype(np.int32)
+        # From here on the whole weights are too small for the quick test to overlook their rounding.
+        self._rough = int(self._first[self._keep < 1 - 2.0**-21].min())
 
     def draw(self, count: int, stream: Keystream) -> Iterator[NDArray[np.int32]]:
         """`count` values, in runs of at most 2^15."""
         size = min(_CHUNK, count + count // 16 + 16)
-        bits = np.empty((3, size), "<u4")
+        bits, threshold = np.empty((3, size), "<u4"), np.empty(size, "<u4")
         cell, other = np.empty(size, np.intp), np.empty(size, np.intp)
-        value, edge = np.empty(size, np.int32), np.empty(size, np.int32)
-        exponent, uniform = np.empty(size, np.float32), np.empty(size, np.float32)
-        threshold, apart = np.empty(size, "<u4"), np.empty(size, np.int32)
+        value, exponent, uniform = np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.float32)
         single = np.float32
         left = count
         while left:
             stream.fill(bits)
-            place, coin, chance = bits
-            np.right_shift(place, 32 - 10, out=cell, casting="unsafe")
+            place, coin, chance = bits  # a sign, two bits that are not used, 9 for the cell, 20 for the place in it
+            sign = place.view(np.int32) >> 31
+            np.right_shift(place, _WITHIN, out=cell, casting="unsafe")
+            np.bitwise_and(cell, _CELLS - 1, out=cell)
             np.take(self._threshold, cell, out=threshold, mode="clip")
             np.take(self._alias, cell, out=other, mode="clip")
             np.copyto(cell, other, where=coin >= threshold)
             np.take(self._first, cell, out=value, mode="clip")
             np.bitwise_and(place, (1 << _WITHIN) - 1, out=place)
             np.add(value, place.view(np.int32), out=value)
-            # Quick test, for nearly all: 1 - x <= exp(-x).
-            np.take(self._quick_edge, cell, out=edge, mode="clip")
-            np.subtract(value, edge, out=apart)
-            np.multiply(apart, single(self._rate), out=exponent, casting="unsafe", dtype=single)
-            np.add(value, edge, out=apart)
-            np.multiply(exponent, apart, out=exponent, casting="unsafe", dtype=single)
+            # Quick test, for nearly all: z^2 - e^2 <= 2 z (z - e), and 1 - x <= exp(-x).
+            np.multiply(place, single(2 * self._rate), out=exponent, casting="unsafe", dtype=single)
+            np.multiply(exponent, value, out=exponent, casting="unsafe", dtype=single)
             np.multiply(chance, single(2.0**-32), out=uniform, casting="unsafe", dtype=single)
             np.add(uniform, exponent, out=exponent)
             kept = exponent < 1 - _MARGIN
+            if value.max() >= self._rough:
+                kept &= value < self._rough
             doubtful = np.flatnonzero(~kept)
             kept[doubtful] = self._passes(value[doubtful], cell[doubtful], chance[doubtful], stream)
+            kept[(value == 0) & (sign < 0)] = False  # zero is there once, not once with each sign
+            value ^= sign
+            value -= sign
             accepted = value[kept][:left]
             left -= len(accepted)
             yield accepted
@@ -115,7 +114,7 @@ class DiscreteGaussian:
         self, value: NDArray[np.int32], cell: NDArray[np.intp], chance: NDArray[np.uint32], stream: Keystream
     ) -> NDArray[np.bool_]:
         """The exact test; `chance` is the head of a uniform number whose other bits are drawn only now."""
-        edge = self._edge[cell]
+        edge = self._first[cell].astype(np.int64)
         exponent = ((value - edge) * (value + edge)) * self._rate  # the product of whole numbers is exact
         uniform = (chance + stream.doubles(len(chance))) * 2.0**-32
         passes: NDArray[np.bool_] = uniform < self._keep[cell] * np.exp(-exponent)
@@ -131,7 +130,7 @@ def discrete_gaussian(deviation: float) -> DiscreteGaussian:
 def _envelope(edges: list[int], deviation: float) -> tuple[list[int], NDArray[np.float64]]:
     """Whole-number weights of the cells, and with what probability a cell's most probable value is kept.
 
-    The weights add up to 2^42 and lie above a multiple of the density everywhere; what they lie above it is rejected.
+    The weights add up to 2^41 and lie above a multiple of the density everywhere; what they lie above it is rejected.
     """
     total = _CELLS << 32
     with decimal.localcontext() as context:
@@ -141,7 +140,7 @@ def _envelope(edges: list[int], deviation: float) -> tuple[list[int], NDArray[np
         scale = (total - _CELLS) / sum(density, decimal.Decimal(0))
         wanted = [scale * value for value in density]
         weights = [math.ceil(value) for value in wanted]
-        weights[_CELLS // 2] += total - sum(weights)
+        weights[0] += total - sum(weights)
         keep = [float(value / weight) for value, weight in zip(wanted, weights, strict=True)]
     return weights, np.array(keep)
 
