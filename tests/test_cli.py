@@ -346,14 +346,12 @@ def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
 
 @pytest.mark.filterwarnings("always:batches of 99999")
 def test_what_cannot_be_done_as_asked_is_noted(gradveil_command, tmp_path):
-    words = "train --resume --model mlp --rounds 2 --clients 3 --batch-size 99999".split()
-    code, _, err = gradveil_command(*words, "--out", tmp_path / "typo")
+    words = "train --model mlp --rounds 2 --clients 3 --batch-size 99999".split()
+    code, _, err = gradveil_command(*words, "--out", tmp_path / "out")
     assert code == 0
-    assert f"note: there is nothing to go on with in {tmp_path / 'typo'}; this is a new run" in err
     most = math.ceil((len(data.load("mnist").train) - PUBLIC_SAMPLES) / 3)  # mnist may be whole or the embedded digits
     assert f"batches of 99999 images were asked for, but no client holds more than {most}" in err
     assert re.search(r"round 2 of 2, loss [\d.]+, [\d.]+ rounds/s", err)  # no accuracy: it would be the one before
-    assert "nothing to go on with" not in gradveil_command(*words, "--out", tmp_path / "typo")[2]
 
 
 def test_train_resumes_only_where_there_is_a_folder(gradveil_command):
