@@ -1,5 +1,6 @@
 """The command line as a user meets it: results, errors in words, exit codes."""
 
+import errno
 import json
 import math
 import os
@@ -12,6 +13,7 @@ import warnings
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 import gradveil
 from gradveil import data, models
@@ -346,17 +348,99 @@ def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
 
 @pytest.mark.filterwarnings("always:batches of 99999")
 def test_what_cannot_be_done_as_asked_is_noted(gradveil_command, tmp_path):
-    words = "train --resume --model mlp --rounds 2 --clients 3 --batch-size 99999".split()
-    code, _, err = gradveil_command(*words, "--out", tmp_path / "typo")
+    words = "train --model mlp --rounds 2 --clients 3 --batch-size 99999".split()
+    code, _, err = gradveil_command(*words, "--out", tmp_path / "out")
     assert code == 0
-    assert f"note: there is nothing to go on with in {tmp_path / 'typo'}; this is a new run" in err
     most = math.ceil((len(data.load("mnist").train) - PUBLIC_SAMPLES) / 3)  # mnist may be whole or the embedded digits
     assert f"batches of 99999 images were asked for, but no client holds more than {most}" in err
     assert re.search(r"round 2 of 2, loss [\d.]+, [\d.]+ rounds/s", err)  # no accuracy: it would be the one before
-    assert "nothing to go on with" not in gradveil_command(*words, "--out", tmp_path / "typo")[2]
 
 
-def test_train_resumes_only_where_there_is_a_folder(gradveil_command):
-    code, _, err = gradveil_command("train", "--resume")
+SHORT = "train --model mlp --rounds 2 --clients 3 --batch-size 8".split()
+
+
+def test_train_resumes_only_where_there_is_a_training(gradveil_command, tmp_path):
+    def refused(*words):
+        code, _, err = gradveil_command("train", "--resume", *words)
+        assert code == 2
+        return err
+
+    assert "train: --resume needs --out" in refused()
+    typo = tmp_path / "typo"
+    assert f"expected a folder that holds a training, got {typo}, which is not there" in refused("--out", typo)
+    assert not typo.exists()
+    assert "which holds none; leave --resume out to begin one" in refused("--out", tmp_path, "--model", "mlp")
+    assert not list(tmp_path.iterdir())
+    folder = tmp_path / "out"
+    assert gradveil_command(*SHORT, "--out", folder)[0] == 0
+    config = folder / "config.json"
+    began_with = config.read_text()
+    for changed in (began_with.replace('"rounds": 2', '"rounds": 3'), began_with.replace('"mlp"', "7")):
+        config.write_text(changed)
+        assert "expected the settings as the training began with, got others" in refused("--out", folder)
+    config.write_text(100_000 * "[")
+    assert "expected JSON" in refused("--out", folder)
+    config.unlink()
+    assert "which holds none" in refused("--out", folder)
+    code, _, err = gradveil_command(*SHORT, "--out", folder)
     assert code == 2
-    assert "train: --resume needs --out" in err
+    assert "holds checkpoints of a training without its config.json; choose another --out" in err
+    assert not config.exists()
+    config.write_text(began_with)
+    assert gradveil_command("train", "--resume", "--out", folder)[0] == 0
+
+
+def test_a_training_stopped_before_its_first_checkpoint_goes_on_as_it_was_asked(
+    gradveil_command, tmp_path, monkeypatch
+):
+    """The folder's own settings count, and no others are taken."""
+    folder = tmp_path / "out"
+
+    def interrupted(*_arguments, **_options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradveil.cli.run_training", interrupted)
+        assert gradveil_command(*SHORT, "--seed", 7, "--out", folder)[0] == 130
+    code, _, err = gradveil_command("train", "--resume", "--out", folder, "--seed", 8)
+    assert code == 2
+    assert "holds another training: seed was 7, is 8" in err
+    code, out, err = gradveil_command("train", "--resume", "--out", folder, "--json")
+    assert code == 0
+    assert "note: there is no checkpoint of the training under none; it begins with its first round" in err
+    _, expected, _ = gradveil_command(*SHORT, "--seed", 7, "--json")
+    assert json.loads(out)["loss"] == json.loads(expected)["loss"]
+
+
+def test_a_training_locks_its_folder(gradveil_command, tmp_path):
+    with FileLock(tmp_path / ".lock"):
+        code, _, err = gradveil_command(*SHORT, "--out", tmp_path)
+    assert code == 2
+    assert f"train: another training is writing into {tmp_path}; wait for it or choose another --out" in err
+    assert not (tmp_path / "config.json").exists()
+    assert gradveil_command(*SHORT, "--out", tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize("fatal", [1, 2, 3, 4])
+def test_a_full_disk_leaves_a_folder_that_can_be_used(gradveil_command, tmp_path, monkeypatch, fatal):
+    """At the settings, the checkpoint, the settings at the end, the result."""
+    real, count = os.fsync, 0
+
+    def full(file):
+        nonlocal count
+        count += 1
+        if count >= fatal:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(file)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        code, _, err = gradveil_command(*SHORT, "--out", tmp_path)
+    assert code == 2
+    assert "got: No space left on device; what was saved before is as it was; make room" in err
+    assert not list(tmp_path.rglob("*.part"))
+    began = (tmp_path / "config.json").exists()
+    assert began == (fatal > 2)
+    again = ["train", "--resume"] if began else SHORT
+    assert gradveil_command(*again, "--out", tmp_path)[0] == 0
+    assert json.loads((tmp_path / "training.json").read_text())["accuracy"] > 0

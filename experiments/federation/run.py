@@ -26,6 +26,7 @@ from gradveil import data, models
 from gradveil.audit.store import JsonLines, slug
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
+from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.local import performance_maintenance
 from gradveil.registry import parse_spec
 from gradveil.report import curves
@@ -68,8 +69,8 @@ def run(setting: str, spec: str, dataset: Dataset, rounds: int | None, folder: P
             taken = time.perf_counter() - started
             print(f"  round {record.round + 1}: accuracy {record.accuracy:.3f}, {taken:.0f} s", flush=True)
 
-    task, defense = build(settings, dataset), gradveil.defense(spec)
-    result = train(task, dataset, defense, training, watch=watch, checkpoint=folder, resume=True)
+    task, defense, begun = build(settings, dataset), gradveil.defense(spec), (folder / CHECKPOINT).exists()
+    result = train(task, dataset, defense, training, watch=watch, checkpoint=folder, resume=begun)
     return {
         "setting": setting,
         "defense": spec,

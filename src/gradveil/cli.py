@@ -9,7 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,15 +27,16 @@ from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import CONFIG, Row, prepare_folder, resume_command, slug, write_json
+from gradveil.audit.store import CONFIG, Row, resume_command, slug
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
-from gradveil.federation.digests import model_file_digest
+from gradveil.federation.digests import json_digest, model_file_digest
 from gradveil.federation.local import check_settings, performance_maintenance
+from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
 from gradveil.report.curves import write as write_curves
@@ -55,7 +56,9 @@ out = Console(highlight=False)
 INTERRUPTED = 130
 PIPE_WIDTH = 160
 ROOMY_WIDTH = 120
+CHECKPOINTS = "checkpoints"
 MODEL_FILE = "model_file_digest"
+CONFIG_DIGEST = "digest"
 NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
@@ -253,17 +256,37 @@ def train(
         for name in dataclasses.asdict(settings)
         if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
     }
+    if output is None and resume:
+        raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
+    if output is not None and resume and not (output / CONFIG).is_file():
+        _refuse_ignored(settings, given, resume)
+        raise OutputError(
+            f"train: expected a folder that holds a training, got {output}, which "
+            f"{'holds none' if output.is_dir() else 'is not there'}; leave --resume out to begin one, or mend --out"
+        )
+    with nullcontext() if output is None else _training_folder(output):
+        _train(settings, given, output, resume, as_json)
+
+
+@contextmanager
+def _training_folder(folder: Path) -> Iterator[None]:
+    prepare_folder(folder, "train")
+    with locked(folder, "train", "training"):
+        yield
+
+
+def _train(settings: "_TrainSettings", given: set[str], output: Path | None, resume: bool, as_json: bool) -> None:
+    """The command `train` in a folder that no other one writes into."""
     if output is not None:
         settings = _as_saved(settings, given, output, resume)
-    elif resume:
-        raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
     _refuse_ignored(settings, given, resume)
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
     check_settings(task, loaded, defenses, training, settings.execution)
     began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
+    began_with[CONFIG_DIGEST] = json_digest(began_with)
     # Flower's simulation keeps no checkpoints: its folder holds a training when there is a result.
-    checkpoints = output / "checkpoints" if output is not None and settings.engine == "local" else None
+    checkpoints = output / CHECKPOINTS if output is not None and settings.engine == "local" else None
     if output is not None and checkpoints is not None:
         write_json(output / CONFIG, began_with)
     torch.set_num_threads(choose_threads(task.size))
@@ -275,6 +298,10 @@ def train(
                 if settings.engine == "flower":
                     results[str(chosen)] = gradveil.flower.simulate(task, loaded, chosen, training, watch=watch)
                     continue
+                place = None if checkpoints is None else checkpoints / slug(str(chosen))
+                begun = place is not None and (place / CHECKPOINT).exists()
+                if resume and not begun:
+                    say(f"note: there is no checkpoint of the training under {chosen}; it begins with its first round")
                 results[str(chosen)] = run_training(
                     task,
                     loaded,
@@ -282,8 +309,8 @@ def train(
                     training,
                     watch=watch,
                     execution=settings.execution,
-                    checkpoint=None if checkpoints is None else checkpoints / slug(str(chosen)),
-                    resume=resume,
+                    checkpoint=place,
+                    resume=resume and begun,
                 )
     except KeyboardInterrupt:
         if checkpoints is not None:
@@ -389,20 +416,24 @@ class _TrainSettings:
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
     """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
-    prepare_folder(folder, "train")
     path = folder / CONFIG
-    if not path.exists():
-        if resume:
-            say(NOTHING_TO_RESUME.format(folder))
-        return settings
-    if not resume:
+    if not resume and path.exists():
         raise OutputError(f"train: {folder} holds a training already; go on with --resume or choose another --out")
+    if not resume and any((folder / CHECKPOINTS).rglob(CHECKPOINT)):
+        raise OutputError(f"train: {folder} holds checkpoints of a training without its {CONFIG}; choose another --out")
+    if not resume:
+        return settings
     saved, asked = read_config(path), dataclasses.asdict(settings)
-    unknown = {*asked, MODEL_FILE} ^ saved.keys()
+    unknown = {*asked, MODEL_FILE, CONFIG_DIGEST} ^ saved.keys()
     if unknown:
         raise DataError(
             f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}; "
             "start a new one with another --out"
+        )
+    if saved.pop(CONFIG_DIGEST) != json_digest(saved):
+        raise DataError(
+            f"{path}: expected the settings as the training began with, got others (their digest does not fit); bring "
+            "them back or start a new training with another --out"
         )
     began_with = saved.pop(MODEL_FILE)
     for name in asked:

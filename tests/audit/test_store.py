@@ -1,11 +1,9 @@
 import json
-import os
-from pathlib import Path
 
 import pytest
 
-from gradveil.audit.store import JsonLines, prepare_folder, slug, write_json
-from gradveil.errors import DataError, OutputError
+from gradveil.audit.store import JsonLines, slug
+from gradveil.errors import DataError
 
 
 def test_a_torn_line_is_dropped_and_the_rest_kept(tmp_path):
@@ -29,26 +27,6 @@ def test_numbers_that_json_does_not_know_are_refused(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         lines.append([{"a": float("nan")}])
     assert not lines.path.exists()
-
-
-def test_json_is_written_whole(tmp_path):
-    write_json(tmp_path / "config.json", {"a": 1})
-    assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
-    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
-
-
-def test_a_folder_that_cannot_be_written_is_refused(tmp_path):
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    with pytest.raises(OutputError, match="^train: expected a folder that can be written to"):
-        prepare_folder(blocked / "inside", "train")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(OutputError, match="Permission denied"):
-        prepare_folder(Path(tmp_path), "audit")
 
 
 def test_names_of_short_specs_are_readable():

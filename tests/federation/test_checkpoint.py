@@ -1,7 +1,9 @@
 """Kill and resume: the identical end. Run as a script, this file is the training that gets killed."""
 
 import dataclasses
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +15,12 @@ import torch
 import gradveil
 from gradveil import models
 from gradveil.data import Dataset, Split
-from gradveil.errors import DataError, OutputError
+from gradveil.defenses.base import StepDefense
+from gradveil.errors import DataError, OutputError, ParameterError
 from gradveil.federation import Training, train
 from gradveil.federation.checkpoint import FILE
-from gradveil.federation.storage import save_atomically
+from gradveil.federation.storage import load, save_atomically
+from gradveil.federation.training import choose_clients
 
 TRAINING = Training(
     rounds=10,
@@ -91,7 +95,28 @@ def test_a_crash_in_the_middle_of_any_write_loses_nothing(tmp_path, monkeypatch,
         patched.setattr(os, "replace", crash)
         with pytest.raises(Crash):
             run(tmp_path)
-    assert_identical(run(None), run(tmp_path, resume=True))
+    assert_identical(run(None), run(tmp_path, resume=(tmp_path / FILE).exists()))
+
+
+@pytest.mark.parametrize("fatal", [1, 4, 7, 13, 20])
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path, monkeypatch, call, fatal):
+    """At the n-th write of a memory or a checkpoint: no half file is left, and the training goes on from the last."""
+    real, count = getattr(os, call), 0
+
+    def full(*arguments):
+        nonlocal count
+        count += 1
+        if count >= fatal:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, full)
+        with pytest.raises(OutputError, match="got: No space left on device; what was saved before is as it was"):
+            run(tmp_path)
+    assert not list(tmp_path.rglob("*.part"))
+    assert_identical(run(None), run(tmp_path, resume=(tmp_path / FILE).exists()))
 
 
 def test_a_finished_training_is_not_run_again(tmp_path):
@@ -141,7 +166,8 @@ def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_
         linear = torch.nn.Linear(64, 4), torch.nn.Linear(4, 2)
         model = torch.nn.Sequential(torch.nn.Flatten(), linear[0], activation(), linear[1])
         task = gradveil.Task(model, loss, input_shape=(1, 8, 8), classes=2, **normalisation)
-        return train(task, blobs(), gradveil.defense("none"), short, checkpoint=tmp_path, resume=True)
+        begun = (tmp_path / FILE).exists()
+        return train(task, blobs(), gradveil.defense("none"), short, checkpoint=tmp_path, resume=begun)
 
     def squared(outputs, labels):
         return (outputs.gather(1, labels[:, None]) - 1).square().mean()
@@ -153,8 +179,43 @@ def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_
             go_on(**other)
 
 
-def test_resume_without_a_checkpoint_starts_at_the_beginning(tmp_path):
-    assert len(run(tmp_path / "new", resume=True).rounds) == TRAINING.rounds
+def test_resume_never_begins_a_training(tmp_path):
+    with pytest.raises(OutputError, match=r"expected a folder with a checkpoint .* which is not there; begin without"):
+        run(tmp_path / "new", resume=True)
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(OutputError, match="which holds none; begin without resume"):
+        run(tmp_path, resume=True)
+    with pytest.raises(ParameterError, match="resume needs checkpoint"):
+        run(None, resume=True)
+
+
+def test_two_trainings_do_not_write_into_one_folder(tmp_path):
+    short = dataclasses.replace(TRAINING, rounds=1)
+
+    def second(_record):
+        for resume in (False, True):
+            (tmp_path / FILE).touch()
+            with pytest.raises(OutputError, match="another training is writing into"):
+                run(tmp_path, training=short, resume=resume)
+        (tmp_path / FILE).unlink()
+
+    first = run(tmp_path, training=short, watch=second)
+    assert_identical(first, run(tmp_path, training=short, resume=True))  # the lock has gone with the first one
+
+
+def test_memories_left_by_a_training_without_a_checkpoint_are_not_taken_over(tmp_path):
+    class Stopped(Exception):
+        pass
+
+    def stop(record):
+        if record.round == 1:  # memories lie on disk, the first checkpoint would come after round 2
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        run(tmp_path, watch=stop)
+    assert list((tmp_path / "memories").iterdir())
+    assert not (tmp_path / FILE).exists()
+    assert_identical(run(None), run(tmp_path))
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 100, b"{}"])
@@ -165,21 +226,235 @@ def test_a_broken_checkpoint_is_refused(tmp_path, content):
         run(tmp_path, resume=True)
 
 
+def test_a_flipped_bit_in_any_byte_of_a_file_is_noticed(tmp_path):
+    path = tmp_path / "file"
+    digest = save_atomically(path, {"w": torch.ones(2), "none": torch.zeros(0, 3)}, {"text": "sha256"})
+    content = path.read_bytes()
+    tensors, about = load(path, digest)
+    assert torch.equal(tensors["w"], torch.ones(2))
+    assert (about, tensors["none"].shape) == ({"text": "sha256"}, (0, 3))
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match="expected a file"):
+            load(path)
+    save_atomically(path, {"w": torch.ones(2)}, {"text": "another"})
+    load(path)
+    with pytest.raises(DataError, match="expected the file that the checkpoint was saved with, got another one"):
+        load(path, digest)
+
+
 @pytest.mark.parametrize(
     ("about", "words"),
-    [([1, 2], "expected checkpoint version 1, got None"), ({"version": 1}, "got a damaged one .KeyError.'identity'")],
+    [
+        ([1, 2], "expected checkpoint version 2, got None"),
+        ({"version": 1}, "expected checkpoint version 2, got 1"),
+        ({"version": 2}, "got a damaged one .KeyError.'identity'"),
+        ({"version": 2, "identity": [1]}, "got a damaged one"),
+    ],
 )
-def test_a_damaged_checkpoint_is_refused(tmp_path, about, words):
+def test_another_file_of_ours_is_refused(tmp_path, about, words):
     save_atomically(tmp_path / FILE, {"w": torch.ones(1)}, about)
     with pytest.raises(DataError, match=words):
         run(tmp_path, resume=True)
 
 
-def test_a_lost_memory_is_noticed(tmp_path):
-    run(tmp_path, training=dataclasses.replace(TRAINING, rounds=4))
-    next((tmp_path / "memories").iterdir()).unlink()
-    with pytest.raises(DataError, match="beside the checkpoint, got no such file"):
-        run(tmp_path, resume=True, training=dataclasses.replace(TRAINING, rounds=4))
+def put(*path_and_value):
+    """An edit of the JSON: put(key, ..., key, value)."""
+
+    def edit(about, _tensors):
+        *path, last, value = path_and_value
+        box = about
+        for key in path:
+            box = box[key]
+        box[last] = value(box[last]) if callable(value) else value
+
+    return edit
+
+
+def tensor(name, change):
+    def edit(_about, tensors):
+        tensors[name] = change(tensors[name])
+
+    return edit
+
+
+def fill(value):
+    return lambda tensor: torch.full_like(tensor, value)
+
+
+def one_round_less_for_every_client(about, _tensors):
+    """A lower epsilon, with faults that explain it; but the records know better."""
+    about["faults"] += [[5, client, "not finite", "made up"] for client in sorted(choose_clients(TRAINING, 5))]
+    for entry in about["rounds_of"]:
+        entry[1] -= entry[0] in choose_clients(TRAINING, 5)
+
+
+def absent(client):
+    return lambda about, _tensors: about["faults"].append([5, client, "missing", "made up"])
+
+
+LAYER = "parameters/features.1.weight"
+WRONG = {
+    "rounds_of lower": (put("rounds_of", 0, 1, lambda count: count - 1), "clients took part in .* rounds, by the seed"),
+    "rounds_of empty": (put("rounds_of", []), "by the seed in"),
+    "rounds_of no list": (put("rounds_of", {"0": 3}), "by the seed in"),
+    "rounds_of explained": (one_round_less_for_every_client, "round 5 has 3 clients, by its faults 0"),
+    "one missing": (absent(choose_clients(TRAINING, 5)[0]), "round 5 has 3 clients, by its faults 2"),
+    "stranger missing": (absent(({*range(6)} - {*choose_clients(TRAINING, 5)}).pop()), "others had faults than"),
+    "number": (put("number", 7), "the number of records is 6"),
+    "number beyond": (put("number", 11), "the next round is 11, expected a whole number from 0 to 10"),
+    "number true": (put("number", True), "the next round is True"),
+    "number text": (put("number", "6"), "the next round is '6'"),
+    "steps": (put("steps", 5), "the server made 5 steps, by the records 6"),
+    "diverged": (put("diverged", 2), "the round of divergence is 2"),
+    "diverged now": (put("diverged", 6), "the server made 6 steps, by the records 7"),
+    "records": (put("records", lambda records: records[:-1]), "the number of records is 5"),
+    "clients": (put("records", 2, 1, 2), "round 2 has 2 clients, by its faults 3"),
+    "loss": (put("records", 2, 2, "low"), "the loss of round 2 is 'low'"),
+    "accuracy": (put("records", 1, 3, 1.5), "the accuracy of round 1 is 1.5"),
+    "accuracy missing": (put("records", 1, 3, None), "the accuracy of round 1 is None"),
+    "accuracy too many": (put("records", 2, 3, 0.5), "the accuracy of round 2 is 0.5"),
+    "seconds": (put("records", 2, 4, -1.0), "the times of round 2"),
+    "bytes": (put("records", 2, 7, float("nan")), "round 2 sent nan bytes among 3 clients"),
+    "record short": (put("records", 2, [1, 2]), "record 2: expected a list of 9"),
+    "history": (put("history", 0, 1, 0.123), "the history is"),
+    "fault": (put("faults", [[0, 1, "late", "it was"]]), "a fault is 'late'"),
+    "fault of a round to come": (put("faults", [[6, 1, "stale", "it was"]]), "round of a fault is 6"),
+    "fault of nobody": (put("faults", [[0, 6, "stale", "it was"]]), "client of a fault is 6"),
+    "memory of nobody": (put("memories", 0, 0, 6), "client of a memory is 6"),
+    "memory twice": (put("memories", lambda entries: entries + entries[:1]), "the memory of client"),
+    "memory without digest": (put("memories", 0, 2, "x"), "the memory of client"),
+    "memory of another digest": (put("memories", 0, 2, 64 * "a"), "expected the file that the checkpoint was saved"),
+    "memory outside": (put("memories", 0, 1, "../../x"), "version of a memory is"),
+    "names": (put("names", "first", lambda names: names[:-1]), "its tensors are not those that its text names"),
+    "order": (put("names", "parameters", lambda names: names[::-1]), "parameters are .*, those of this training"),
+    "groups": (put("names", "third", []), "its tensors are not those that its text names"),
+    "extra tensor": (lambda _, tensors: tensors.update(x=torch.ones(1)), "its tensors are not those"),
+    "shape": (tensor(LAYER, lambda value: value.t()), "parameters: 'features.1.weight' is"),
+    "type": (tensor(LAYER, lambda value: value.double()), "parameters: 'features.1.weight' is .*float64"),
+    "weights": (tensor(LAYER, fill(float("nan"))), "parameters: 'features.1.weight' holds NaN or infinity"),
+    "moment": (tensor("first/features.1.bias", fill(float("inf"))), "first: 'features.1.bias' holds NaN or infinity"),
+    "square": (tensor("second/features.1.bias", fill(-1.0)), "second: 'features.1.bias' holds what no square can be"),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped_training(tmp_path_factory):
+    """A training that was stopped in round 8, with a checkpoint of round 6."""
+    folder = tmp_path_factory.mktemp("stopped")
+
+    def stop(record):
+        if record.round == 7:
+            raise Crash
+
+    with pytest.raises(Crash):
+        run(folder, watch=stop)
+    return folder
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_whole_file_that_does_not_fit_the_training_is_refused(stopped_training, tmp_path, wrong):
+    """The digest is right; only what it says cannot be."""
+    shutil.copytree(stopped_training, tmp_path / "copy")
+    path, (edit, words) = tmp_path / "copy" / FILE, WRONG[wrong]
+    tensors, about = load(path)
+    edit(about, tensors)
+    save_atomically(path, tensors, about)
+    before = sorted((path.parent / "memories").iterdir())
+    with pytest.raises(DataError, match=words) as refused:
+        run(path.parent, resume=True)
+    assert "\n" not in str(refused.value)
+    assert sorted((path.parent / "memories").iterdir()) == before  # what cannot be read is not tidied up either
+
+
+def test_what_is_rewritten_unchanged_is_resumed(stopped_training, tmp_path):
+    """So it is the edits that are refused in the test above."""
+    shutil.copytree(stopped_training, tmp_path / "copy")
+    save_atomically(tmp_path / "copy" / FILE, *load(tmp_path / "copy" / FILE))
+    assert_identical(run(None), run(tmp_path / "copy", resume=True))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda path, _: path.unlink(), "got no such file"),
+        (lambda path, other: shutil.copy(other, path), "got another one"),
+        (lambda path, _: os.truncate(path, 100), "expected a file"),
+        (lambda path, _: save_atomically(path, {}, {"order": [], "sparse": {}}), "got another one"),
+        (lambda path, _: (path.unlink(), path.mkdir()), "expected a file that can be read"),
+    ],
+)
+def test_a_lost_or_exchanged_memory_is_noticed_at_once(stopped_training, tmp_path, spoil, words):
+    shutil.copytree(stopped_training, tmp_path / "copy")
+    folder = tmp_path / "copy"
+    _, about = load(folder / FILE)
+    one, other, *_ = (folder / "memories" / f"client-{c}-{v}.safetensors" for c, v, _ in about["memories"])
+    spoil(one, other)
+    with pytest.raises(DataError, match=words):
+        run(folder, resume=True, watch=lambda record: pytest.fail(f"ran {record}"))
+
+
+@dataclasses.dataclass(repr=False)
+class SomeNaN(StepDefense):
+    """Now and then a client has nothing finite to send."""
+
+    name = "some-nan"
+
+    def step(self, task, inputs, labels, *, generator, memory):
+        factor = float("nan") if torch.rand((), generator=generator) < 0.3 else 1.0
+        return {name: factor * value for name, value in task.gradients(inputs, labels).items()}
+
+
+def resumed_and_whole(folder, task, defense, training, stop_after):
+    def stop(record):
+        if record.round == stop_after:
+            raise Crash
+
+    options = {"execution": "loop"}
+    with pytest.raises(Crash):
+        train(task, blobs(), defense, training, checkpoint=folder, watch=stop, **options)
+    whole = train(task, blobs(), defense, training, **options)
+    return train(task, blobs(), defense, training, checkpoint=folder, resume=True, **options), whole
+
+
+def test_clients_with_nothing_to_send_do_not_stop_a_resume(tmp_path):
+    """They took no part in their rounds, so they are not among those from which epsilon is computed."""
+    task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=2), input_shape=(1, 8, 8), classes=2)
+    resumed, whole = resumed_and_whole(tmp_path, task, SomeNaN(), TRAINING, 7)
+    assert whole.fault_counts["not finite"] > 3
+    assert resumed.faults == whole.faults
+    assert_identical(resumed, whole)
+
+
+def test_batch_norm_statistics_are_resumed(tmp_path):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(64, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
+    task = gradveil.Task(torch.nn.Sequential(torch.nn.Flatten(), *layers), input_shape=(1, 8, 8), classes=2)
+    short = dataclasses.replace(TRAINING, rounds=4, checkpoint_every=2)
+    resumed, whole = resumed_and_whole(tmp_path, task, gradveil.defense("none"), short, 2)
+    assert task.buffers
+    assert all(torch.equal(value, resumed.task.buffers[name]) for name, value in whole.task.buffers.items())
+    assert_identical(resumed, whole)
+    tensors, about = load(tmp_path / FILE)
+    name = next(name for name in tensors if name.endswith("running_mean"))
+    save_atomically(tmp_path / FILE, {**tensors, name: torch.full_like(tensors[name], float("nan"))}, about)
+    with pytest.raises(DataError, match="buffers: .* holds NaN or infinity"):
+        train(task, blobs(), gradveil.defense("none"), short, checkpoint=tmp_path, resume=True, execution="loop")
+
+
+@pytest.mark.parametrize("optimiser", ["sgd", "adam"])
+def test_a_training_that_diverged_is_not_run_again(tmp_path, optimiser):
+    """Its last step led to infinity, so the moments may be infinite where the weights, those before it, are not."""
+    training = dataclasses.replace(TRAINING, lr=3e38, optimiser=optimiser, schedule="constant")
+    first = run(tmp_path, training=training, defense="none")
+    assert first.diverged is not None
+    again = run(
+        tmp_path, training=training, defense="none", resume=True, watch=lambda record: pytest.fail(f"ran {record}")
+    )
+    assert again.diverged == first.diverged
+    assert all(torch.equal(value, again.task.parameters[name]) for name, value in first.task.parameters.items())
 
 
 def die(record) -> None:

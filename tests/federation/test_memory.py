@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from hypothesis import given
@@ -6,6 +8,8 @@ from hypothesis import strategies as st
 import gradveil
 from gradveil.errors import DataError
 from gradveil.federation import ClientMemories
+from gradveil.federation.memory import MemoryFile
+from gradveil.federation.storage import save_atomically
 
 
 def test_the_least_recently_used_go_to_disk(tmp_path):
@@ -82,8 +86,62 @@ def test_versions_of_a_checkpoint_survive_until_the_next(tmp_path):
     again.restore(saved)
     assert again[0]["r"].item() == 1
     assert len(list(tmp_path.iterdir())) == 2  # the newer version is gone
-    with pytest.raises(DataError, match="client-7-0.safetensors beside the checkpoint"):
-        again.restore({7: 0})
+    with pytest.raises(DataError, match=r"client-7-0.safetensors: .* got no such file"):
+        again.restore({7: MemoryFile(0, 64 * "0")})
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def sparse(places, values, shape, **changes):
+    """A memory file's content, as far as it goes."""
+    tensors = {"places/r": torch.tensor(places, dtype=torch.int32), "values/r": torch.tensor(values)}
+    return tensors, {"order": ["r"], "sparse": {"r": shape}, **changes}
+
+
+HOSTILE = {
+    "too far": (sparse([0, 12], [1.0, 2.0], [3, 4]), "places are not increasing from 0 to 11"),
+    "negative": (sparse([-1, 3], [1.0, 2.0], [3, 4]), "places are not increasing"),
+    "unsorted": (sparse([3, 0], [1.0, 2.0], [3, 4]), "places are not increasing"),
+    "twice": (sparse([3, 3], [1.0, 2.0], [3, 4]), "places are not increasing"),
+    "huge": (sparse([0, 3], [1.0, 2.0], [2**20, 2**20]), "2 places cannot be those of a shape"),
+    "huge and empty": (sparse([], [], [2**62]), "0 places cannot be those of a shape"),
+    "fewer values": (sparse([0, 3], [1.0], [3, 4]), "places are"),
+    "nested places": (sparse([[0, 3]], [[1.0, 2.0]], [3, 4]), "places are"),
+    "negative shape": (sparse([0], [1.0], [-3, -4]), "the shape of 'r' is"),
+    "shape of text": (sparse([0], [1.0], "12"), "the shape of 'r' is"),
+    "shape of truths": (sparse([0], [1.0], [True]), "the shape of 'r' is"),
+    "no order": (({}, {"sparse": {}}), "its text is not that of a memory"),
+    "a list": (({}, [1]), "its text is not that of a memory"),
+    "number as key": (sparse([0], [1.0], [1], order=[1]), "its keys are"),
+    "key twice": (sparse([0], [1.0], [1], order=["r", "r"]), "its keys are"),
+    "shape of another key": (sparse([0], [1.0], [1], order=[]), "shapes of other keys"),
+    "missing tensor": (({}, {"order": ["r"], "sparse": {}}), "'dense/r'. too many or too few"),
+    "extra tensor": (({"x": torch.ones(1)}, {"order": [], "sparse": {}}), "'x'. too many or too few"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_file_of_ours_that_is_no_memory_is_refused_in_words(tmp_path, case):
+    """Even with the right digest: no IndexError, and nothing huge is allocated."""
+    (tensors, about), words = HOSTILE[case]
+    digest = save_atomically(tmp_path / "client-0-0.safetensors", tensors, about)
+    memories = ClientMemories(tmp_path)
+    memories.restore({0: MemoryFile(0, digest)})
+    with pytest.raises(DataError, match=words):
+        dict(memories[0])
+
+
+def test_a_memory_changed_on_disk_while_a_training_runs_is_refused(tmp_path):
+    memories = ClientMemories(tmp_path, ram_bytes=0)
+    memories[0]["r"], memories[1]["r"] = torch.tensor([1.0]), torch.tensor([2.0])
+    [path] = tmp_path.glob("client-0-*")
+    shutil.copy(*tmp_path.glob("client-0-*"), tmp_path / "mine")
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="was damaged or changed since"):
+        memories[0]["r"]
+    shutil.copy(tmp_path / "mine", path)
+    assert memories[0]["r"].item() == 1
 
 
 def test_missing_entries_are_missing():

@@ -161,7 +161,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """What config.json holds; anything that is not one raises `DataError`."""
     try:
         fields = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: expected JSON, got something else ({error}); choose another --out") from error
     if not isinstance(fields, dict):
         raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; choose another --out")

@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from filelock import FileLock, Timeout
 from PIL import Image
 from torch import Tensor
 
@@ -30,9 +29,7 @@ from gradveil.audit.store import (
     UTILITY,
     JsonLines,
     Row,
-    prepare_folder,
     slug,
-    write_json,
 )
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
@@ -40,6 +37,7 @@ from gradveil.errors import OutputError, ParameterError, ThreatModelError
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
 from gradveil.federation.local import as_batch, check_settings, performance_maintenance, split_public
+from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 from gradveil.task import Task
@@ -100,13 +98,8 @@ def run(
         progress: called as the work proceeds.
     """
     prepare_folder(folder, "audit")
-    try:
-        with FileLock(folder / ".lock", blocking=False):
-            _run(config, folder, resume, progress)
-    except Timeout as error:
-        raise OutputError(
-            f"audit: another audit is writing into {folder}; wait for it or choose another --out"
-        ) from error
+    with locked(folder, "audit", "audit"):
+        _run(config, folder, resume, progress)
 
 
 def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from gradveil.errors import DataError, OutputError
+from gradveil.errors import DataError
 
 Row = dict[str, Any]
 
@@ -48,20 +48,6 @@ def resume_command(folder: Path) -> str:
     "gradveil audit --resume --out 'my audit'"
     """
     return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
-
-
-def prepare_folder(folder: Path, owner: str) -> None:
-    """Make the output folder of `owner`, a command, and prove that it can be written to."""
-    probe = folder / ".writable"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise OutputError(
-            f"{owner}: expected a folder that can be written to, got {folder}: {error.strerror}; "
-            "choose another with --out"
-        ) from error
 
 
 class JsonLines:
@@ -112,10 +98,3 @@ class JsonLines:
             file.flush()
             os.fsync(file.fileno())
         self.rows += rows
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(temporary, path)

@@ -2,11 +2,16 @@
 
 Randomness is derived from the seed, the round and the client, and what `Defense.prepare` found is found again, so
 neither has to be saved.
+
+A checkpoint is believed only if it is whole (a digest over all of it, and one for each client's memory beside it) and
+if it fits the training that goes on: see `storage` and `consistency`. That guards against damage and mix-ups, not
+against forgery: whoever can write to the folder can make up a checkpoint, so keep it where only you can.
 """
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,17 +23,30 @@ import gradveil
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, OutputError
+from gradveil.federation.consistency import (
+    check_finite,
+    check_like,
+    check_rounds,
+    check_squares,
+    read_faults,
+    read_history,
+    read_memories,
+    read_records,
+    whole,
+)
 from gradveil.federation.digests import data_digest, task_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.storage import load, save_atomically
 from gradveil.federation.training import RoundRecord, Training
+from gradveil.folders import locked, prepare_folder
 from gradveil.task import Gradients, Task
 
 FILE = "checkpoint.safetensors"
 MEMORIES = "memories"
-VERSION = 1
+VERSION = 2
+GROUPS = ("parameters", "buffers", "first", "second", "server")
 
 
 @dataclass
@@ -68,46 +86,30 @@ class Checkpoints:
     """The checkpoint of one training in a folder: a file that is replaced, and the clients' memories beside it.
 
     Args:
-        folder: where they are.
+        folder: where they are; it exists, and this training has locked it.
         identity: what tells this training from others, see `identify`; only the same one may go on.
+        training: what the numbers in a checkpoint must fit.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
-        self.folder, self._identity = folder, dict(identity)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OutputError(
-                f"train: expected a folder that can be written to, got {folder}: {error.strerror}; choose another"
-            ) from error
+    def __init__(self, folder: Path, identity: Mapping[str, Any], training: Training) -> None:
+        self.folder, self._identity, self._training = folder, dict(identity), training
 
     @property
     def path(self) -> Path:
         """The file."""
         return self.folder / FILE
 
-    def refuse_existing(self) -> None:
-        """Refuse to start where another training has left its checkpoint."""
-        if self.path.exists():
-            raise OutputError(f"train: {self.folder} holds a training already; go on with resume or choose another")
-
     def save(self, state: State) -> None:
-        """Save everything; a crash leaves the checkpoint before this one intact."""
-        versions = state.memories.flush()
-        groups = {
-            "parameters": state.parameters,
-            "buffers": state.buffers,
-            "first": state.optimiser.first,
-            "second": state.optimiser.second,
-            "server": state.server_memory,
-        }
+        """Save everything; a crash or a full disk leaves the checkpoint before this one intact."""
+        files = state.memories.flush()
+        groups = dict(zip(GROUPS, _groups(state), strict=True))
         about = {
             "version": VERSION,
             "identity": self._identity,
             "number": state.number,
             "steps": state.optimiser.steps,
             "names": {group: list(tensors) for group, tensors in groups.items()},
-            "memories": sorted(versions.items()),
+            "memories": [(client, *file) for client, file in sorted(files.items())],
             "records": [dataclasses.astuple(record) for record in state.records],
             "history": state.history,
             "faults": [dataclasses.astuple(fault) for fault in state.faults],
@@ -120,36 +122,67 @@ class Checkpoints:
             for name, value in tensors.items()
         }
         save_atomically(self.path, flat, about)
-        state.memories.keep(versions)
+        state.memories.keep(files)
 
     def load_into(self, state: State) -> None:
-        """Put what was saved into a state that was made for the same training; nothing saved: it stays as it is."""
-        if not self.path.exists():
-            return
+        """Put what was saved into a state as it is at the beginning of the same training; or raise and change nothing.
+
+        Files of memories that the checkpoint does not refer to are removed.
+        """
         tensors, about = load(self.path)
         version = about.get("version") if isinstance(about, dict) else None
         if version != VERSION:
             raise DataError(f"{self.path}: expected checkpoint version {VERSION}, got {version}")
         try:
+            self._refuse_another(about["identity"])
             self._restore(state, tensors, about)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DataError(f"{self.path}: expected a whole checkpoint, got a damaged one ({error!r})") from error
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
+            found = " ".join(str(error).split()) if isinstance(error, ValueError) else repr(error)
+            raise DataError(f"{self.path}: expected a whole checkpoint, got a damaged one ({found})") from error
 
     def _restore(self, state: State, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        self._refuse_another(about["identity"])
+        training = self._training
+        number = whole("the next round", about["number"], 0, training.rounds)
+        diverged = about["diverged"]
+        if diverged is not None:
+            whole("the round of divergence", diverged, max(0, number - 1), min(number, training.rounds - 1))
+        records = read_records(about["records"], training)
+        whole("the number of records", len(records), number, number)
+        history = read_history(about["history"], records)
+        faults = read_faults(about["faults"], training, number + (diverged == number))
+        rounds_of = check_rounds(
+            training,
+            records,
+            faults,
+            number=number,
+            steps=about["steps"],
+            diverged=diverged,
+            rounds_of=about["rounds_of"],
+        )
+        groups = self._read_groups(state, tensors, about["names"], finite=diverged is None)
+        state.memories.restore(read_memories(about["memories"], training))
+
+        state.parameters, state.buffers, state.optimiser.first, state.optimiser.second, state.server_memory = groups
+        state.number, state.optimiser.steps, state.diverged = number, about["steps"], diverged
+        state.records, state.history, state.faults, state.rounds_of = records, history, faults, rounds_of
+
+    def _read_groups(
+        self, state: State, tensors: Mapping[str, Tensor], names: Mapping[str, list[str]], *, finite: bool
+    ) -> list[Gradients]:
+        """The tensors by `GROUPS`; `finite`: the training has not diverged, so its moments and statistics are."""
+        if names.keys() != {*GROUPS} or {f"{group}/{name}" for group in names for name in names[group]} != {*tensors}:
+            raise ValueError("its tensors are not those that its text names")
         device = next(iter(state.parameters.values())).device
-        group = {
-            kind: {name: tensors[f"{kind}/{name}"].to(device) for name in names}
-            for kind, names in about["names"].items()
-        }
-        state.parameters, state.buffers, state.server_memory = group["parameters"], group["buffers"], group["server"]
-        state.optimiser.first, state.optimiser.second = group["first"], group["second"]
-        state.optimiser.steps, state.number, state.diverged = about["steps"], about["number"], about["diverged"]
-        state.memories.restore(dict(about["memories"]))
-        state.records = [RoundRecord(*record) for record in about["records"]]
-        state.history = [(number, accuracy) for number, accuracy in about["history"]]
-        state.faults = [Fault(*fault) for fault in about["faults"]]
-        state.rounds_of = Counter(dict(about["rounds_of"]))
+        groups = [{name: tensors[f"{group}/{name}"].to(device) for name in names[group]} for group in GROUPS]
+        fresh, saved = (dict(zip(GROUPS, some, strict=True)) for some in (_groups(state), groups))
+        for group in GROUPS[:-1]:  # what the server's side of a defense remembers, only the defense knows
+            check_like(group, fresh[group], saved[group], ordered=group in ("parameters", "buffers"))
+        check_finite("parameters", fresh["parameters"], saved["parameters"])  # others are never stepped to
+        if finite:
+            check_finite("buffers", fresh["buffers"], saved["buffers"])
+            check_finite("first", fresh["first"], saved["first"])
+            check_squares("second", saved["second"])
+        return groups
 
     def _refuse_another(self, saved: Mapping[str, Any]) -> None:
         differing = [key for key in {**saved, **self._identity} if saved.get(key) != self._identity.get(key)]
@@ -159,6 +192,26 @@ class Checkpoints:
                 f"train: {self.folder} holds another training: {changes}; choose another folder, or bring back what it "
                 "ran with"
             )
+
+
+def _groups(state: State) -> list[Gradients]:
+    """The tensors of a state, in the order of `GROUPS`."""
+    return [state.parameters, state.buffers, state.optimiser.first, state.optimiser.second, state.server_memory]
+
+
+@contextmanager
+def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
+    """Hold the folder of a training, and refuse to begin where one is, or to go on where none is."""
+    if resume and not (folder / FILE).is_file():
+        raise OutputError(
+            f"train: expected a folder with a checkpoint to go on from, got {folder}, which "
+            f"{'holds none' if folder.is_dir() else 'is not there'}; begin without resume, or name another folder"
+        )
+    prepare_folder(folder, "train")
+    with locked(folder, "train", "training"):
+        if not resume and (folder / FILE).exists():
+            raise OutputError(f"train: {folder} holds a training already; go on with resume or choose another")
+        yield
 
 
 def identify(

@@ -1,7 +1,9 @@
-"""Digests by which a run that goes on knows the model and the data it began with."""
+"""Digests by which a run that goes on knows the model, the data and the settings it began with."""
 
 import hashlib
+import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +51,15 @@ def model_file_digest(model: str) -> str | None:
     file, at, _ = parse_spec(model)[0].rpartition("@")
     path = Path(file)
     return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS] if at and path.is_file() else None
+
+
+def json_digest(value: Any) -> str:
+    """Of what JSON can say; the order of keys does not count.
+
+    >>> json_digest({"a": 1, "b": [2]}) == json_digest({"b": [2], "a": 1}) != json_digest({"a": 1, "b": [3]})
+    True
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGITS]
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -23,6 +23,7 @@ MALFORMED = "malformed"
 STALE = "stale"
 NOT_FINITE = "not finite"
 FAILED = "failed"
+KINDS = (MISSING, STRANGER, DUPLICATE, MALFORMED, STALE, NOT_FINITE, FAILED)
 
 
 @dataclass(frozen=True)

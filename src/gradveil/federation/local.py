@@ -6,6 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 
@@ -19,12 +20,12 @@ from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Public
 from gradveil.errors import InputError, ParameterError
-from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify
+from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify, training_folder
 from gradveil.federation.clients import Batch, Clients, Randomness, Shared
 from gradveil.federation.faults import NOT_FINITE, Fault, Inbox, Transport
 from gradveil.federation.memory import RAM_BYTES, ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
-from gradveil.federation.training import RoundRecord, Training, TrainingResult
+from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update
@@ -93,10 +94,32 @@ def train(
             `gradveil.federation.clients`.
         transport: what becomes of messages on their way to the server, for tests and experiments with faults. Only
             with it are updates encoded, carried and checked as a server must check those of strangers.
-        checkpoint: folder for checkpoints; None: none are saved.
-        resume: go on from the checkpoint in that folder, if there is one.
+        checkpoint: folder for checkpoints; None: none are saved. One training at a time writes into it.
+        resume: go on from the checkpoint in that folder; where there is none, or that of another training, refuse.
         ram_bytes: how much of the clients' memories stays in RAM; the rest goes to disk.
     """
+    if checkpoint is None and resume:
+        raise ParameterError("train: resume needs checkpoint, the folder to go on in; name it or leave resume out")
+    with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
+        return _train(
+            task, dataset, defense, training, progress, watch, execution, transport, checkpoint, resume, ram_bytes
+        )
+
+
+def _train(
+    task: Task,
+    dataset: Dataset,
+    defense: Defense,
+    training: Training,
+    progress: Callable[[int, int], None] | None,
+    watch: Callable[[RoundRecord], None] | None,
+    execution: str,
+    transport: Transport | None,
+    checkpoint: Path | None,
+    resume: bool,
+    ram_bytes: int,
+) -> TrainingResult:
+    """`train` in a folder that is its own."""
     seed = training.seed
     public, private = split_public(dataset.train, seed)
     shares = deal(dataset.train, private, training)
@@ -115,11 +138,12 @@ def train(
     )
     checkpoints = None
     if checkpoint is not None:
-        checkpoints = Checkpoints(checkpoint, identify(initial, dataset, defense, training, clients.execution))
+        identity = identify(initial, dataset, defense, training, clients.execution)
+        checkpoints = Checkpoints(checkpoint, identity, training)
         if resume:
             checkpoints.load_into(state)
         else:
-            checkpoints.refuse_existing()
+            state.memories.restore({})  # of a training that was stopped before its first checkpoint, files may be left
     federation = _Federation(task, dataset, defense, training, clients, shares, transport)
 
     while state.number < training.rounds and state.diverged is None:
@@ -368,13 +392,6 @@ def deal(train_split: Split, private: Tensor, training: Training) -> list[Tensor
         seed=training.seed,
     )
     return [private[share] for share in shares]
-
-
-def choose_clients(training: Training, number: int) -> list[int]:
-    """The clients of round `number`, in the order in which they are asked."""
-    order = torch.randperm(training.clients, generator=derived_generator(training.seed, "clients", number))
-    chosen: list[int] = order[: training.clients_per_round].tolist()
-    return chosen
 
 
 def draw(

@@ -2,26 +2,49 @@
 
 1,000 dense residuals of a resnet18 are 44 GB. Every client's memory is one safetensors file, written whole or not at
 all; tensors that are mostly zero are stored as positions and values. A file is never overwritten: a change makes a new
-version, so that the versions a checkpoint refers to stay until the next checkpoint.
+version, so that the versions a checkpoint refers to stay until the next checkpoint. A checkpoint knows the digest of
+every file it refers to, so no other file is taken for it.
 """
 
+import math
 import shutil
 import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gradveil import checks
 from gradveil.errors import DataError
-from gradveil.federation.storage import load, save_atomically
+from gradveil.federation.storage import check, load, save_atomically
+from gradveil.folders import writing
 
 RAM_BYTES = 2 << 30
 SPARSE_BELOW = 0.4
 """A tensor is stored sparsely if at most this share of it is not zero: a position takes as much as a value."""
+
+MARKED_EVERY = 1024
+"""Of a sparse tensor every so many-th value is stored, zero or not: so a short file cannot claim a huge tensor."""
+
+
+class MemoryFile(NamedTuple):
+    """One version of a client's file.
+
+    Args:
+        version: its number, in its name.
+        digest: of its content, see `storage`.
+
+    Example:
+        >>> MemoryFile(3, "ab" * 32).version
+        3
+    """
+
+    version: int
+    digest: str
 
 
 class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
@@ -47,8 +70,8 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         self._folder, self._device = folder, device
         self._loaded: OrderedDict[int, dict[str, Tensor]] = OrderedDict()  # the most recently used one comes last
         self._changed: set[int] = set()
-        self._versions: dict[int, int] = {}  # of the files
-        self._kept: dict[int, int] = {}  # the versions that the last checkpoint refers to
+        self._files: dict[int, MemoryFile] = {}  # the newest ones
+        self._kept: dict[int, MemoryFile] = {}  # those that the last checkpoint refers to
         self._next_version = 0
         self._used = 0
 
@@ -56,10 +79,10 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         return _ClientMemory(self, client)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(sorted(self._versions.keys() | self._loaded.keys()))
+        return iter(sorted(self._files.keys() | self._loaded.keys()))
 
     def __len__(self) -> int:
-        return len(self._versions.keys() | self._loaded.keys())
+        return len(self._files.keys() | self._loaded.keys())
 
     @property
     def resident(self) -> list[int]:
@@ -68,33 +91,36 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def flush(self) -> dict[int, int]:
-        """Write everything that has changed; returns the version of every client's file."""
+    def flush(self) -> dict[int, MemoryFile]:
+        """Write everything that has changed; returns every client's file."""
         for client in sorted(self._changed):
             self._write(client)
-        return dict(self._versions)
+        return dict(self._files)
 
-    def keep(self, versions: Mapping[int, int]) -> None:
-        """From now on, keep these versions for a checkpoint, and no longer the ones before."""
-        before, self._kept = self._kept, dict(versions)
-        for client, version in before.items():
-            if version not in (self._kept.get(client), self._versions.get(client)):
-                self._path(client, version).unlink(missing_ok=True)
+    def keep(self, files: Mapping[int, MemoryFile]) -> None:
+        """From now on, keep these files for a checkpoint, and no longer the ones before."""
+        before, self._kept = self._kept, dict(files)
+        for client, file in before.items():
+            if file not in (self._kept.get(client), self._files.get(client)):
+                self._remove(self._path(client, file.version))
 
-    def restore(self, versions: Mapping[int, int]) -> None:
-        """Go back to the versions of a checkpoint; newer files are removed."""
+    def check(self, files: Mapping[int, MemoryFile]) -> None:
+        """Raise unless all these files are there as they were written; nothing is changed."""
+        for client, file in sorted(files.items()):
+            check(self._path(client, file.version), file.digest)
+
+    def restore(self, files: Mapping[int, MemoryFile]) -> None:
+        """Go back to the files of a checkpoint; newer ones are removed, but only once all of these have been found."""
+        self.check(files)
         self._loaded.clear()
         self._changed.clear()
         self._used = 0
-        self._versions, self._kept = dict(versions), dict(versions)
-        wanted = {self._path(client, version) for client, version in versions.items()}
+        self._files, self._kept = dict(files), dict(files)
+        wanted = {self._path(client, file.version) for client, file in files.items()}
         for path in self.folder.glob("client-*"):
             if path not in wanted:  # newer than the checkpoint, or cut short
-                path.unlink()
-        for path in sorted(wanted):
-            if not path.exists():
-                raise DataError(f"memory: expected {path.name} beside the checkpoint, got no such file; start anew")
-        self._next_version = 1 + max(versions.values(), default=-1)
+                self._remove(path)
+        self._next_version = 1 + max((file.version for file in files.values()), default=-1)
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
@@ -102,9 +128,11 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
     def folder(self) -> Path:
         """Where the files are."""
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="gradveil-memory-"))
+            with writing(Path(tempfile.gettempdir())):
+                self._folder = Path(tempfile.mkdtemp(prefix="gradveil-memory-"))
             weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
         return self._folder
 
     def of(self, client: int) -> dict[str, Tensor]:
@@ -113,8 +141,9 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
             self._loaded.move_to_end(client)
             return self._loaded[client]
         memory = {}
-        if client in self._versions:
-            read = _read(self._path(client, self._versions[client]))
+        if client in self._files:
+            file = self._files[client]
+            read = _read(self._path(client, file.version), file.digest)
             memory = {key: value.to(self._device) for key, value in read.items()}
         self._loaded[client] = memory
         self._used += _bytes(memory)
@@ -142,15 +171,20 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
 
     def _write(self, client: int) -> None:
         version, self._next_version = self._next_version, self._next_version + 1
-        _write(self._path(client, version), self._loaded[client])
-        before = self._versions.get(client)
+        digest = _write(self._path(client, version), self._loaded[client])
+        before = self._files.get(client)
         if before is not None and before != self._kept.get(client):
-            self._path(client, before).unlink(missing_ok=True)
-        self._versions[client] = version
+            self._remove(self._path(client, before.version))
+        self._files[client] = MemoryFile(version, digest)
         self._changed.discard(client)
 
     def _path(self, client: int, version: int) -> Path:
         return self.folder / f"client-{client}-{version}.safetensors"
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        with writing(path):
+            path.unlink(missing_ok=True)
 
 
 class _ClientMemory(MutableMapping[str, Tensor]):
@@ -181,31 +215,69 @@ def _bytes(memory: Mapping[str, Tensor]) -> int:
     return sum(value.nbytes for value in memory.values())
 
 
-def _write(path: Path, memory: Mapping[str, Tensor]) -> None:
-    """Write a memory whole or not at all; of a sparse tensor, positions and values."""
+def _write(path: Path, memory: Mapping[str, Tensor]) -> str:
+    """Write a memory whole or not at all; of a sparse tensor, positions and values. Returns the file's digest."""
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for key, value in memory.items():
         flat = value.detach().cpu().reshape(-1)
         # By bits, not by value: -0.0 must come back as -0.0.
-        places = (flat != 0).logical_or(flat.signbit()).nonzero()[:, 0] if flat.is_floating_point() else None
-        if places is not None and len(places) <= SPARSE_BELOW * flat.numel():
+        stored = (flat != 0).logical_or(flat.signbit()) if flat.is_floating_point() else None
+        if stored is not None and int(stored.sum()) <= SPARSE_BELOW * flat.numel():
+            stored[::MARKED_EVERY] = True
+            places = stored.nonzero()[:, 0]
             shapes[key] = list(value.shape)
             tensors[f"places/{key}"] = places.to(torch.int32 if flat.numel() < 2**31 else torch.int64)
             tensors[f"values/{key}"] = flat[places].clone()
         else:
             tensors[f"dense/{key}"] = value.detach().cpu().contiguous().clone()
-    save_atomically(path, tensors, {"order": list(memory), "sparse": shapes})
+    return save_atomically(path, tensors, {"order": list(memory), "sparse": shapes})
 
 
-def _read(path: Path) -> dict[str, Tensor]:
-    tensors, about = load(path)
-    memory = {}
-    for key in about["order"]:
-        if key not in about["sparse"]:
-            memory[key] = tensors[f"dense/{key}"]
-            continue
-        places, values = tensors[f"places/{key}"].long(), tensors[f"values/{key}"]
-        shape = torch.Size(about["sparse"][key])
-        memory[key] = torch.zeros(shape.numel(), dtype=values.dtype).index_put_((places,), values).view(shape)
-    return memory
+def _read(path: Path, digest: str) -> dict[str, Tensor]:
+    tensors, about = load(path, digest)
+    try:
+        order, shapes = _layout(about)
+        expected = {
+            name
+            for key in order
+            for name in ([f"places/{key}", f"values/{key}"] if key in shapes else [f"dense/{key}"])
+        }
+        if tensors.keys() != expected:
+            raise ValueError(f"tensors {sorted(tensors.keys() ^ expected)} too many or too few")
+        return {
+            key: _dense(tensors[f"places/{key}"], tensors[f"values/{key}"], shapes[key])
+            if key in shapes
+            else tensors[f"dense/{key}"]
+            for key in order
+        }
+    except ValueError as error:
+        raise DataError(f"{path}: expected a client's memory, got a damaged one ({error}); start anew") from error
+
+
+def _layout(about: Any) -> tuple[list[str], dict[str, list[int]]]:
+    """The keys of a memory in order, and the shapes of those that are stored sparsely."""
+    if not isinstance(about, dict) or about.keys() != {"order", "sparse"}:
+        raise ValueError("its text is not that of a memory")
+    order, shapes = about["order"], about["sparse"]
+    if not isinstance(order, list) or not all(isinstance(key, str) for key in order) or len({*order}) < len(order):
+        raise ValueError(f"its keys are {order}")
+    if not isinstance(shapes, dict) or not shapes.keys() <= {*order}:
+        raise ValueError("it has shapes of other keys")
+    for key, shape in shapes.items():
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            raise ValueError(f"the shape of {key!r} is {shape}")
+    return order, shapes
+
+
+def _dense(places: Tensor, values: Tensor, shape: list[int]) -> Tensor:
+    """The tensor with these values at these places of the flattened shape, zeros elsewhere."""
+    size = math.prod(shape)
+    if places.dtype not in (torch.int32, torch.int64) or places.ndim != 1 or values.shape != places.shape:
+        raise ValueError(f"places are {list(places.shape)} {places.dtype}, values {list(values.shape)}")
+    if size > MARKED_EVERY * len(places):  # before so much is allocated
+        raise ValueError(f"{len(places)} places cannot be those of a shape {shape}")
+    places = places.long()
+    if len(places) and (places[0] < 0 or places[-1] >= size or not (places.diff() > 0).all()):
+        raise ValueError(f"places are not increasing from 0 to {size - 1}")
+    return torch.zeros(size, dtype=values.dtype).index_put_((places,), values).view(shape)

@@ -4,9 +4,12 @@ import math
 from collections import Counter
 from dataclasses import dataclass, field
 
+import torch
+
 from gradveil import checks
 from gradveil.accounting import PrivacySpent
 from gradveil.federation.faults import Fault
+from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 
@@ -87,6 +90,13 @@ class Training:
         if self.schedule == "cosine":
             return self.lr * (1 + math.cos(math.pi * done)) / 2
         return self.lr
+
+
+def choose_clients(training: Training, number: int) -> list[int]:
+    """The clients of round `number`, in the order in which they are asked."""
+    order = torch.randperm(training.clients, generator=derived_generator(training.seed, "clients", number))
+    chosen: list[int] = order[: training.clients_per_round].tolist()
+    return chosen
 
 
 @dataclass(frozen=True)
