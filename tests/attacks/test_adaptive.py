@@ -516,7 +516,7 @@ class TestExpectation:
         class Doubling(gradveil.StepDefense):
             name = "doubling"
 
-            def step(self, task, inputs, labels, *, generator, memory):
+            def step(self, task, inputs, labels, *, source, memory):
                 return {name: 2 * value for name, value in task.gradients(inputs, labels).items()}
 
         defense = Doubling()

@@ -402,8 +402,8 @@ class SomeNaN(StepDefense):
 
     name = "some-nan"
 
-    def step(self, task, inputs, labels, *, generator, memory):
-        factor = float("nan") if torch.rand((), generator=generator) < 0.3 else 1.0
+    def step(self, task, inputs, labels, *, source, memory):
+        factor = float("nan") if source.uniform(torch.empty(())) < 0.3 else 1.0
         return {name: factor * value for name, value in task.gradients(inputs, labels).items()}
 
 

@@ -270,7 +270,7 @@ class BreaksEveryFifth(StepDefense):
 
     name, count = "breaks", 0
 
-    def step(self, task, inputs, labels, *, generator, memory):
+    def step(self, task, inputs, labels, *, source, memory):
         self.count += 1
         factor = float("nan") if self.count % 5 == 1 else 1.0
         return {name: factor * value for name, value in task.gradients(inputs, labels).items()}
