@@ -27,6 +27,7 @@ from gradveil.attacks.matching import (
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
 from gradveil.errors import InputError, ThreatModelError
+from gradveil.randomness import source_of
 from gradveil.task import differentiate_by_autograd
 
 
@@ -358,7 +359,7 @@ class TestPrecode:
         defense = gradveil.defense("precode", width=4)
         task, seen = observed(defense, task, one)
         solved = defense.adapt(task)["solve-noise"].task(task, dict(seen[0][1]))
-        drawn = task.with_noise(1, seeded(0))
+        drawn = task.with_noise(1, source_of(seeded(0)))
         name = f"{task.place}.noise"
         torch.testing.assert_close(solved.buffers[name], drawn.buffers[name])
 
