@@ -57,6 +57,9 @@ PULL = (
 WORKED_ON = ("starting", "running")
 """Flower's words for tasks that a process works on."""
 
+AGENT = "flwr-agentapp"
+"""Flower's word for apps that are no client apps."""
+
 
 def app_hash(app: Path) -> str:
     """The SHA-256 of an app: of a ``.fab`` file, or of the file that ``flwr run`` makes of a folder on this machine.
@@ -120,6 +123,10 @@ class Gate:
         got = (fab.hash_str, run.fab_hash, run.fab_id, run.fab_version)
         if got != expected:
             raise InputError(f"supernode: expected the run to be of the app that came, {expected}, got {got}")
+        if run.primary_task_type == AGENT:
+            raise InputError(
+                "supernode: expected a run of a client app, got one of an agent, which no mod stands around"
+            )
 
     def guard(self, pull: Callable[..., int | None], internals: Any) -> Callable[..., int | None]:
         """Flower's function that pulls a message and its app, with this gate between them.
