@@ -142,6 +142,45 @@ def test_nodes_train_the_accepted_app_and_refuse_it_without_the_mod(example, tmp
     assert until(lambda: not processes_of(home), 30), processes_of(home)
 
 
+REPEATING_SERVER = """
+import time
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.serverapp import Grid, ServerApp
+from gradveil_example.task import DEFENSE, LR, make_model
+
+app = ServerApp()
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    while not (nodes := list(grid.get_node_ids())):
+        time.sleep(1)
+    arrays = ArrayRecord(make_model().state_dict())
+    asked = ConfigRecord({"round": 1, "lr": LR, "defense": DEFENSE, "announce": False})
+    contents = [{"arrays": arrays, "config": ConfigRecord({"copy": n}), "gradveil": asked} for n in range(3)]
+    messages = [Message(RecordDict(content), nodes[0], "train") for content in contents]
+    replies = list(grid.send_and_receive(messages, timeout=150))
+    refusals = [reply.error.reason for reply in replies if reply.has_error()]
+    print(f"{len(replies) - len(refusals)} answers, {len(refusals)} refusals:", *refusals)
+"""
+
+
+def test_messages_that_arrive_together_get_one_answer(example, tmp_path):
+    """A stock SuperNode works on them side by side, each with the context in which no round was answered yet."""
+    app, home = tmp_path / "app", tmp_path / "home"
+    shutil.copytree(EXAMPLE.parent, app, ignore=shutil.ignore_patterns("__pycache__"))
+    (app / "gradveil_example" / "server_app.py").write_text(REPEATING_SERVER)
+    home.mkdir()
+    with example.Deployment(home, seconds=300) as deployment:
+        deployment.accepted = example.app_hash(app)
+        key = example.make_node_key(home, "node0")
+        deployment.register(key)
+        deployment.start_node("node0", key, 0)
+        log = "\n".join(deployment.run(app=app))
+        assert "1 answers, 2 refusals:" in log, log + deployment.log("node0").read_text()
+        assert log.count("expected a round after 1, got round 1 again") == 2
+
+
 def test_the_same_app_runs_under_the_simulation(example, tmp_path):
     with example.Deployment(tmp_path, seconds=600, simulation=True) as deployment:
         run = deployment.run("rounds=2", "nodes=3")

@@ -442,9 +442,9 @@ class _DefenseMod:
         ledger = _Ledger.of(context)
         ledger.claim(self._number(message, instructions), self.rounds, announce=announce)
         ledger.keep(context)
-        state = copy.deepcopy(context.state)
+        state = copy.deepcopy(context.state) if announce else None
         answer = call_next(bare, context)
-        if announce:
+        if state is not None:
             context.state = state  # the round itself is still to come
         ledger.keep(context)  # whatever the app did to its state
         if answer.has_error():
@@ -1209,7 +1209,7 @@ def simulate(
 
     Flower's own `run_simulation` is deprecated in favour of the command ``flwr run``, which needs an app in a folder
     and leaves a SuperLink running. This calls the function that both of them run (`_run_simulation`), which is not
-    public: hence the narrow range of versions in the extra.
+    public: hence the narrow range of versions in the extra. While it runs, Flower's and Ray's telemetry is off.
 
     Args:
         task: model and loss at the initial weights, on the CPU; not changed.
