@@ -166,7 +166,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def test_messages_that_arrive_together_get_one_answer(example, tmp_path):
-    """A stock SuperNode works on them side by side, each with the context in which no round was answered yet."""
+    """What was answered is kept from one process of the node to the next."""
     app, home = tmp_path / "app", tmp_path / "home"
     shutil.copytree(EXAMPLE.parent, app, ignore=shutil.ignore_patterns("__pycache__"))
     (app / "gradveil_example" / "server_app.py").write_text(REPEATING_SERVER)

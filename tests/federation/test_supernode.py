@@ -153,7 +153,7 @@ def test_a_supernode_that_we_do_not_know_is_not_started(monkeypatch):
 
 
 def test_messages_are_worked_on_one_after_the_other():
-    """Those that arrive together would all begin with the same context."""
+    """Flower sends a reply off before it keeps the context; the next message must not begin in between."""
     running, threads = [], []
 
     def acquire_task(_request, _state):

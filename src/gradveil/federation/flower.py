@@ -579,8 +579,8 @@ def defense_mod(
     acts once, on the finished update; error feedback keeps its residual in the node's context.
 
     A round is answered once, and rounds only grow: what was answered is kept in the node's context, which lives as long
-    as the run. A SuperNode hands messages that arrive together to processes with a copy of the context each; one
-    started with `gradveil.federation.supernode` does not.
+    as the run. A stock SuperNode may begin with the next message before it has kept the context; one started with
+    `gradveil.federation.supernode` does not.
 
     Args:
         defense: a gradient-only defense, or its name or text (``"dual-pruning:k1=0.05+error-feedback"``).

@@ -14,9 +14,9 @@ What it does beside that, since a hash alone would not hold:
 - An app that is not accepted is answered with an error before anything of it is unpacked, and the node goes on.
 - The run must name the very app that came: else a SuperLink could send an accepted file and let an older one run that
   still lies in Flower's folder. For the same reason the node has a Flower folder of its own, which starts empty.
-- Messages are worked on one after the other. A stock SuperNode starts a process for each message, all with the same
-  copy of the node's context, so that what the context counts (`gradveil.flower.defense_mod`: a round is answered once)
-  would not count messages that arrive together.
+- The next message is worked on when the context of the last one is kept. A stock SuperNode sends a reply off before
+  that, so that the next message could begin with the context from before, in which what `gradveil.flower.defense_mod`
+  counts (a round is answered once) is not counted yet.
 - ``--runs N`` accepts that many runs until the node is started again: every run begins with an empty context.
 
 What it does not do: the accepted app still reads its run's configuration, which the server writes. Accept only apps
