@@ -4,6 +4,8 @@
     python examples/flower/run_deployment.py --kill-one   # one SuperNode dies in the second round
     python examples/flower/run_deployment.py --simulation # the same app, its SuperNodes simulated on Ray
 
+The SuperNodes run this app and no other: they are started with its hash (`gradveil.federation.supernode`).
+
 Everything lives in a temporary folder and on free ports of the loopback interface, and is stopped at the end. No
 more than `--minutes` are spent. How it is done for real: make the keys on the machines they belong to, and let the
 SuperNodes connect from elsewhere.
@@ -26,6 +28,8 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+
+from gradveil.federation.supernode import app_hash
 
 APP = Path(__file__).parent
 NODES = 3
@@ -117,6 +121,7 @@ class Deployment:
     def __init__(self, folder: Path, seconds: float, *, simulation: bool = False) -> None:
         self.folder, self.deadline, self.simulation = folder, time.monotonic() + seconds, simulation
         self.address = f"127.0.0.1:{free_port()}"
+        self.accepted = app_hash(APP)  # a node's owner takes that of the file that was read and accepted
         self.processes: dict[str, subprocess.Popen] = {}
         self.environment = {
             **os.environ,
@@ -204,7 +209,10 @@ class Deployment:
     def start_node(self, name: str, key: Path | None, partition: int) -> subprocess.Popen:
         return self.start(
             name,
-            "flower-supernode",
+            sys.executable,
+            "-m",
+            "gradveil.federation.supernode",
+            f"--accept={self.accepted}",
             f"--superlink={self.address}",
             f"--root-certificates={self.folder / 'ca.pem'}",
             f"--port={free_port()}",
@@ -218,8 +226,8 @@ class Deployment:
         os.killpg(self.processes[name].pid, signal.SIGKILL)
         self.processes[name].wait()
 
-    def run(self, *config: str) -> "Run":
-        return Run(self, *config)
+    def run(self, *config: str, app: Path = APP) -> "Run":
+        return Run(self, *config, app=app)
 
     def stop(self) -> None:
         """Ask everything to end, the SuperLink last; what has not ended ten seconds later is killed."""
@@ -242,9 +250,9 @@ def _has_ended(process: subprocess.Popen) -> bool:
 class Run:
     """A training, started with ``flwr run``; iterating gives the lines of its log as they come."""
 
-    def __init__(self, deployment: Deployment, *config: str) -> None:
+    def __init__(self, deployment: Deployment, *config: str, app: Path = APP) -> None:
         self.lines: list[str] = []
-        command = ["flwr", "run", str(APP), "deployment", "--stream"]
+        command = ["flwr", "run", str(app), "deployment", "--stream"]
         if deployment.simulation:
             command.append(f"--federation-config=num-supernodes={NODES}")
         self.deployment = deployment

@@ -4,12 +4,14 @@ import dataclasses
 import importlib
 import itertools
 import json
+import math
 import os
 import random
 import re
 import struct
 import subprocess
 import sys
+import types
 import warnings
 import zlib
 
@@ -26,7 +28,7 @@ from flwr.supercore.task_identity import TaskIdentity
 import gradveil
 from gradveil import cli, wire
 from gradveil.defenses import DEFENSES
-from gradveil.errors import InputError, MissingPackageError, NotFiniteError, ParameterError
+from gradveil.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
 from gradveil.federation import Training, flower, train
 from gradveil.federation.flower import GradveilStrategy, defense_mod
 from gradveil.update import Meta, Update
@@ -135,7 +137,7 @@ class LoopGrid(Grid):
 
 
 def question(instructions: dict | None = None, config: dict | None = None, kind: str = MessageType.TRAIN) -> Message:
-    content = RecordDict({"arrays": start_arrays(), "config": ConfigRecord(config or {})})
+    content = RecordDict({"arrays": start_arrays(), "config": ConfigRecord(config or {"server-round": 1})})
     if instructions is not None:
         content["gradveil"] = ConfigRecord({"lr": LR, "announce": False, "round": 1, **instructions})
     return Message(content, 11, kind)
@@ -164,15 +166,16 @@ def run(strategy, app, *, rounds=1, arrays=None, nodes=NODES, tamper=lambda _nod
     return strategy.start(grid, arrays or start_arrays(), num_rounds=rounds), grid
 
 
-def wrapped(defense="none", inner=None) -> GradveilStrategy:
-    return GradveilStrategy(inner or FedAvg(min_train_nodes=3, fraction_evaluate=0.0), defense, lr=LR)
+def wrapped(defense="none", inner=None, **options) -> GradveilStrategy:
+    return GradveilStrategy(inner or FedAvg(min_train_nodes=3, fraction_evaluate=0.0), defense, lr=LR, **options)
 
 
 # -- the mod ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_update_travels_in_gradient_units_and_metrics_stay():
-    reply = client_app(defense_mod("none", lr=LR))(question({"defense": "none", "round": 7}), context_of())
+def test_the_update_travels_in_gradient_units_with_the_metrics_that_may_leave():
+    app = client_app(defense_mod("none", lr=LR, metrics=["loss"]))
+    reply = app(question({"defense": "none", "round": 7}), context_of())
     assert set(reply.content) == {"gradveil.update", "metrics"}
     assert dict(reply.content["metrics"]) == {"num-examples": 110, "loss": 0.5}
     assert_same(update_in(reply), gradient(11), atol=1e-5, rtol=1e-5)
@@ -192,10 +195,11 @@ def test_error_feedback_lives_in_the_nodes_context():
     spec = "top-k:keep=0.1+error-feedback"
     defense, app = gradveil.defense(spec), client_app(defense_mod(spec, lr=LR))
     contexts, memories = {node: context_of(node) for node in (11, 12)}, {11: {}, 12: {}}
-    for node in (11, 12, 11, 11):
+    for number, node in enumerate((11, 12, 11, 11), start=1):
         exact = update_in(client_app(defense_mod("none"))(question({"defense": "none"}), context_of(node)))
         expected = defense.perturb(exact, memory=memories[node])
-        assert_same(update_in(app(question({"defense": spec}), contexts[node])), expected, atol=0, rtol=0)
+        reply = app(question({"defense": spec, "round": number}), contexts[node])
+        assert_same(update_in(reply), expected, atol=0, rtol=0)
     assert "residual/0.bias" in contexts[12].state["gradveil.memory"]
     memory = flower.memory(contexts[12])
     assert len(memory) == len(list(memory)) == 2
@@ -220,7 +224,7 @@ def test_dense_replies_suit_any_strategy():
 
 def test_the_rate_may_come_with_the_message():
     app = client_app(defense_mod("none", send="dense"))
-    reply = app(question(config={"lr": LR}), context_of())
+    reply = app(question(config={"lr": LR, "server-round": 1}), context_of())
     assert_same(
         state_of(reply.content["arrays"]), state_of(trained(start_arrays(), gradient(11))), atol=1e-5, rtol=1e-5
     )
@@ -228,15 +232,10 @@ def test_the_rate_may_come_with_the_message():
         app(question(), context_of())
 
 
-def test_other_messages_pass_untouched():
-    message = question(kind=MessageType.EVALUATE)
-    reply = client_app(defense_mod("gaussian-noise", lr=LR))(message, context_of())
-    assert reply.content["arrays"] == message.content["arrays"]
-
-
 @pytest.mark.parametrize("send", ["wire", "dense"])
-def test_statistics_and_whole_numbers_travel_as_they_are(send):
+def test_named_statistics_and_constants_travel_as_they_are(send):
     """For several rounds, around a FedAvg that makes floats of whole numbers."""
+    named = ["bn.running_mean", "bn.num_batches_tracked"]
     start = {
         "bn.weight": torch.ones(3),
         "bn.running_mean": torch.zeros(3),
@@ -244,7 +243,7 @@ def test_statistics_and_whole_numbers_travel_as_they_are(send):
         "position_ids": torch.arange(5),
         "mask": torch.tensor([True, False]),
     }
-    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR, send=send)])
+    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR, send=send, statistics=named)])
 
     @app.train()
     def _(message: Message, _context: Context) -> Message:
@@ -255,7 +254,8 @@ def test_statistics_and_whole_numbers_travel_as_they_are(send):
         content = RecordDict({"arrays": ArrayRecord(state), "metrics": MetricRecord({"num-examples": 1})})
         return Message(content, reply_to=message)
 
-    strategy = wrapped("gaussian-noise:std=1.0") if send == "wire" else FedAvg(min_train_nodes=3, fraction_evaluate=0.0)
+    inner = FedAvg(min_train_nodes=3, fraction_evaluate=0.0)
+    strategy = wrapped("gaussian-noise:std=1.0", inner, statistics=named) if send == "wire" else inner
     result, grid = run(strategy, app, rounds=3, arrays=ArrayRecord(start))
     assert len(grid.received) == 9
     new = result.arrays.to_torch_state_dict()
@@ -290,6 +290,13 @@ def test_every_defense_becomes_a_mod_or_says_why_not(name):
         (lambda: defense_mod("none", send="post"), "defense_mod: send must be one of wire, dense, got 'post'"),
         (lambda: defense_mod(gradveil.defense("top-k"), keep=0.1), "has its parameters already, got also keep"),
         (lambda: GradveilStrategy(FedAvg(), "none", lr=-1), "GradveilStrategy: lr must be a number above 0, got -1"),
+        (lambda: wrapped(most_examples=0), "GradveilStrategy: most_examples must be a whole number from 1"),
+        (lambda: wrapped(statistics="bn"), "GradveilStrategy: statistics must be a model .* got 'bn'; write a list"),
+        (lambda: defense_mod("none", statistics=[1]), r"defense_mod: statistics must be a model .* got \[1\]"),
+        (lambda: defense_mod("none", metrics="loss"), "defense_mod: metrics must be names of metrics, got 'loss'"),
+        (lambda: defense_mod("none", arrays=["train"]), "defense_mod: arrays must be one of evaluate, query"),
+        (lambda: defense_mod("none", clip=0), "defense_mod: clip must be a number above 0, got 0"),
+        (lambda: defense_mod("none", rounds=0), "defense_mod: rounds must be a whole number of at least 1, got 0"),
         (lambda: flower.simulate(None, None, None, None, actors=0), "simulate: actors must be a whole number"),
     ],
 )
@@ -308,7 +315,7 @@ def test_bad_arguments_are_refused(make, words):
             {"defense": "none"},
             "defends with top-k:keep=0.2, the server's .* expects none",
         ),
-        (defense_mod("none"), {"defense": "none", "lr": -1.0}, "the server's lr must be a number above 0"),
+        (defense_mod("none"), {"defense": "none", "lr": -1.0}, "flower: the server's lr must be a number above 0"),
         (defense_mod("none"), {"defense": "none", "epoch": 1}, "expected instructions .* use one version of gradveil"),
     ],
 )
@@ -334,7 +341,7 @@ def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instr
         ({"arrays": ArrayRecord({"0.weight": torch.full((50, 40), torch.nan), "0.bias": torch.zeros(50)})}, "NaN"),
         (
             {"arrays": ArrayRecord({"0.weight": torch.zeros(50, 40), "0.bias": torch.zeros(50, dtype=torch.int64)})},
-            "they differ in .'0.bias'.",
+            "whole numbers as they were sent, got others in .'0.bias'.",
         ),
         (
             {
@@ -398,7 +405,7 @@ def mean_step(updates, weights) -> dict[str, torch.Tensor]:
 
 
 def test_around_fedavg_nothing_changes_without_a_defense():
-    with_us, grid = run(wrapped(), client_app(defense_mod("none", lr=LR)), rounds=3)
+    with_us, grid = run(wrapped(), client_app(defense_mod("none", lr=LR, metrics=["loss"])), rounds=3)
     without, _ = run(FedAvg(min_train_nodes=3, fraction_evaluate=0.0), client_app(), rounds=3)
     assert_same(state_of(with_us.arrays), state_of(without.arrays), atol=1e-5, rtol=1e-5)
     assert with_us.train_metrics_clientapp[3] == {"loss": pytest.approx(0.5), "gradveil-refused": 0}
@@ -612,17 +619,26 @@ BAD = {
     "weight": (lambda reply: with_metrics(reply, loss=0.5), "expected one MetricRecord with 'num-examples'"),
     "negative": (
         lambda reply: with_metrics(reply, **{"num-examples": -1, "loss": 0.5}),
-        "num-examples must be a number above 0, got -1",
+        "num-examples must be a number from 1 to 1e\\+07, got -1",
     ),
     "no number": (
         lambda reply: with_metrics(reply, **{"num-examples": float("nan"), "loss": 0.5}),
-        "num-examples must be a number above 0, got nan",
+        "num-examples must be a number from 1 to 1e\\+07, got nan",
     ),
     "a list": (
         lambda reply: with_metrics(reply, **{"num-examples": [1, 2], "loss": 0.5}),
-        "num-examples must be a number above 0",
+        "num-examples must be a number from 1",
+    ),
+    "half an image": (
+        lambda reply: with_metrics(reply, **{"num-examples": 1.5, "loss": 0.5}),
+        "num-examples must be a whole number, got 1.5",
+    ),
+    "more images than anybody has": (
+        lambda reply: with_metrics(reply, **{"num-examples": 1.79e308, "loss": 0.5}),
+        "num-examples must be a number from 1 to 1e\\+07, got 1.79e\\+308",
     ),
     "metrics": (lambda reply: with_metrics(reply, **{"num-examples": 5, "loss": [0.5]}), "its metrics are"),
+    "fewer metrics": (lambda reply: with_metrics(reply, **{"num-examples": 5}), "most others have .'loss'."),
     "a metric of no number": (
         lambda reply: with_metrics(reply, **{"num-examples": 5, "loss": float("nan")}),
         "metrics must be finite, got nan for 'loss'",
@@ -645,7 +661,7 @@ def back(reply: Message) -> Message:
 def test_a_bad_reply_is_named_and_the_others_make_the_round(fault):
     tamper, words = BAD[fault]
     strategy = wrapped()
-    app = client_app(defense_mod("none", lr=LR))
+    app = client_app(defense_mod("none", lr=LR, metrics=["loss"]))
     result, _ = run(strategy, app, tamper=lambda node, reply: tamper(reply) if node == 12 else [reply])
     [named] = strategy.faults
     assert (named.round, named.client, named.kind) == (1, 12, KINDS.get(fault, "malformed"))
@@ -704,10 +720,11 @@ def normed_arrays() -> ArrayRecord:
     ],
 )
 def test_impossible_statistics_are_refused(name, value):
-    strategy, change = wrapped(), with_statistic(f"1.{name}", value)
+    names = [name for name in normed_arrays() if name.startswith("1.")]
+    strategy, change = wrapped(statistics=names), with_statistic(f"1.{name}", value)
     result, _ = run(
         strategy,
-        client_app(defense_mod("none")),
+        client_app(defense_mod("none", statistics=names)),
         arrays=normed_arrays(),
         tamper=lambda node, reply: change(reply) if node == 12 else [reply],
     )
@@ -797,6 +814,472 @@ def test_mutated_updates_never_move_the_model():
         replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
         assert strategy.aggregate_train(number, replies) == (None, None)
     assert len(strategy.faults) == 60 * len(NODES)
+
+
+# -- a hostile server ------------------------------------------------------------------------------------------------
+
+
+NOISE = "gaussian-noise:std=0.3"
+ALIGNED = "aligned-dual-pruning:k1=0.05,keep=0.2"
+
+
+def obedient_app(mod, *, lr: float = LR) -> ClientApp:
+    """An app that trains with the rate that the server writes into the message, as many do."""
+    app = ClientApp(mods=[mod])
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        rate, state = message.content["config"].get("lr", lr), message.content["arrays"].to_torch_state_dict()
+        arrays = ArrayRecord({name: state[name] - rate * step for name, step in gradient(context.node_id).items()})
+        metrics = MetricRecord({"num-examples": 1})
+        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
+
+    return app
+
+
+def flat(layers) -> torch.Tensor:
+    return torch.cat([torch.as_tensor(layers[name]).double().flatten() for name in gradient(0)])
+
+
+def cosine(one, other) -> float:
+    return float(torch.nn.functional.cosine_similarity(flat(one), flat(other), dim=0))
+
+
+def sent_by(app: ClientApp, message: Message, context: Context | None = None) -> dict[str, torch.Tensor]:
+    """What the server learns of the update, in gradient units, however it was sent."""
+    reply = app(message, context or context_of())
+    if "gradveil.update" in reply.content:
+        return update_in(reply)
+    start, end = state_of(message.content["arrays"]), state_of(reply.content["arrays"])
+    return {name: (start[name] - end[name]) / LR for name in start}
+
+
+@pytest.mark.parametrize("send", ["wire", "dense"])
+def test_a_server_cannot_drown_the_noise_with_its_learning_rate(send):
+    """The mod divides by the rate it was told; the app takes ten thousand from the message."""
+    attack = {"lr": 1e4, "server-round": 1}
+    instructions = {"defense": NOISE} if send == "wire" else None
+    bare = sent_by(obedient_app(defense_mod(NOISE, lr=LR, send=send, clip=None)), question(instructions, attack))
+    assert cosine(bare, gradient(11)) > 0.9999  # the attack works
+    held = sent_by(obedient_app(defense_mod(NOISE, lr=LR, send=send)), question(instructions, attack))
+    noise = 0.3 * math.sqrt(len(flat(held)))
+    assert float(flat(held).norm()) < 1.3 * math.hypot(noise, 10)
+    assert cosine(held, gradient(11)) == pytest.approx(10 / math.hypot(noise, 10), abs=0.1)
+
+
+def test_a_server_whose_rate_is_believed_cannot_drown_the_noise_either():
+    app = obedient_app(defense_mod(NOISE))
+    held = sent_by(app, question({"defense": NOISE, "lr": 1e-6}, {"lr": LR}))
+    assert cosine(held, gradient(11)) < 0.8
+
+
+@pytest.mark.parametrize(
+    ("spec", "clip"),
+    [
+        ("none", None),
+        ("dual-pruning+error-feedback", None),
+        ("top-k+quantization", None),
+        ("gaussian-noise", 10.0),
+        ("laplace-noise", 10.0),
+        ("gradient-dropout", 10.0),
+        ("top-k+laplace-noise", 10.0),
+        ("gaussian-noise+error-feedback", 10.0),
+    ],
+)
+def test_defenses_with_noise_have_a_norm_by_default(spec, clip):
+    assert defense_mod(spec, lr=LR).clip == clip
+    assert defense_mod(spec, lr=LR, clip=3).clip == 3
+    assert defense_mod(spec, lr=LR, clip=None).clip is None
+
+
+class Holding(type(gradveil.defense("none"))):
+    """Sends nothing, so that error feedback keeps all; nobody has said that it adds no noise."""
+
+    name = "holding"
+
+    def perturb_layers(self, layers, draws, public=None):
+        self.given.append(math.hypot(*(float(value.norm()) for value in layers.values())))
+        return {name: torch.zeros_like(value) for name, value in layers.items()}
+
+
+def test_what_error_feedback_keeps_does_not_grow_past_the_norm(caplog):
+    holding = Holding()
+    holding.given = []
+    defense = gradveil.ErrorFeedback(holding)
+    app, context = obedient_app(defense_mod(defense, lr=LR)), context_of()
+    for number in range(1, 7):
+        app(question({"defense": str(defense), "round": number}, {"lr": 100.0}), context)
+    assert holding.given == pytest.approx([10, 20, 20, 20, 20, 20], rel=1e-4)
+    assert re.search(r"the update has norm [\d.e+]+, cut to 10; see defense_mod", caplog.text)
+    assert "what error feedback kept has norm 20, cut to 10" in caplog.text
+
+
+def test_an_update_within_the_norm_is_not_touched(caplog):
+    exact = update_in(client_app(defense_mod("none", clip=100))(question({"defense": "none"}), context_of()))
+    assert_same(exact, exact_update(11), atol=0, rtol=0)
+    assert "cut to" not in caplog.text
+
+
+def test_a_norm_that_cannot_be_computed_sends_no_signal():
+    """Squares of such values overflow even double precision."""
+    assert flower._cut({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
+    assert flower._cut({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
+
+
+@pytest.mark.parametrize("send", ["wire", "dense"])
+def test_a_round_is_answered_once(send):
+    """Two thousand answers to one question have an average without noise."""
+    app, context = client_app(defense_mod(NOISE, lr=LR, send=send)), context_of()
+
+    def ask(number):
+        return app(
+            question({"defense": NOISE, "round": number} if send == "wire" else None, {"server-round": number}), context
+        )
+
+    ask(3)
+    for number in (3, 3, 2, 1):
+        with pytest.raises(InputError, match=f"expected a round after 3, got round {number} again"):
+            ask(number)
+    ask(4)
+    assert visits(context) == 2  # the app did not even train for the others
+    context.run_id = 2  # another run counts anew
+    ask(1)
+    with pytest.raises(InputError, match="expected a round after 1, got round 1 again"):
+        ask(1)
+
+
+def test_a_server_that_repeats_itself_gets_one_answer_through_flowers_serialisation():
+    grid = LoopGrid(client_app(defense_mod(NOISE, lr=LR)))
+    replies = grid.send_and_receive([question({"defense": NOISE}) for _ in range(20)])
+    assert sum(reply.has_content() for reply in replies) == 1
+
+
+@pytest.mark.parametrize("send", ["wire", "dense"])
+def test_a_budget_ends(send):
+    app, context = client_app(defense_mod(NOISE, lr=LR, send=send, rounds=2)), context_of()
+    for number in (5, 9):
+        app(
+            question({"defense": NOISE, "round": number} if send == "wire" else None, {"server-round": number}), context
+        )
+    context.run_id = 2  # the budget is the context's
+    with pytest.raises(InputError, match="this client answers 2 rounds and has answered 2; if more are wanted"):
+        app(question({"defense": NOISE, "round": 10} if send == "wire" else None, {"server-round": 10}), context)
+
+
+def test_announcing_and_training_are_one_round_and_each_happens_once():
+    app, context = client_app(defense_mod(ALIGNED, lr=LR, rounds=2)), context_of()
+
+    def ask(number, announce):
+        return app(question({"defense": ALIGNED, "round": number, "announce": announce}), context)
+
+    ask(1, True)
+    ask(1, False)
+    for announce in (True, False):
+        with pytest.raises(InputError, match="expected a round after 1, got round 1 again"):
+            ask(1, announce)
+    ask(9, True)
+    with pytest.raises(InputError, match="expected a round after 9, got round 9 again"):
+        ask(9, True)
+    with pytest.raises(InputError, match="expected a round after 9, got round 5 again"):
+        ask(5, False)  # it would count for nothing
+    ask(9, False)
+    with pytest.raises(InputError, match="answers 2 rounds and has answered 2"):
+        ask(10, True)
+
+
+def test_a_dense_server_without_numbers_is_answered_only_within_a_budget():
+    unnumbered = {"epochs": 1}
+    with pytest.raises(InputError, match=r"'server-round' in the train message's config, got none.*rounds=N"):
+        client_app(defense_mod(NOISE, lr=LR, send="dense"))(question(config=unnumbered), context_of())
+    app, context = client_app(defense_mod(NOISE, lr=LR, send="dense", rounds=2)), context_of()
+    for _ in range(2):
+        app(question(config=unnumbered), context)
+    with pytest.raises(InputError, match="answers 2 rounds and has answered 2"):
+        app(question(config=unnumbered), context)
+    twice = question()
+    twice.content["more"] = ConfigRecord({"server-round": 7})
+    with pytest.raises(InputError, match=r"got \[1, 7\], so that a round is answered once"):
+        app(twice, context_of())
+
+
+def test_an_app_that_forgets_or_fails_does_not_make_the_client_forget():
+    app = ClientApp(mods=[defense_mod("none", lr=LR)])
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        context.state = RecordDict()
+        if context.node_id == 12:
+            return Message(Error(0, "no data"), reply_to=message)
+        return Message(RecordDict({"arrays": message.content["arrays"]}), reply_to=message)
+
+    for context in (context_of(11), context_of(12)):
+        app(question({"defense": "none"}), context)
+        with pytest.raises(InputError, match="got round 1 again"):
+            app(question({"defense": "none"}), context)
+
+
+@pytest.mark.parametrize(
+    "instructions", [{"round": 0}, {"round": 1.5}, {"round": "1"}, {"announce": 1}, {"lr": "fast"}, {"lr": math.nan}]
+)
+def test_instructions_that_are_none_are_refused(instructions):
+    with pytest.raises(ParameterError, match="flower: the server's "):
+        client_app(defense_mod("none"))(question({"defense": "none", **instructions}), context_of())
+
+
+def test_a_weight_is_defended_whatever_it_is_called():
+    """A server may call the first layer's weight a running mean."""
+    app = ClientApp(mods=[defense_mod("gaussian-noise:std=1.0", lr=LR)])
+
+    @app.train()
+    def _(message: Message, _context: Context) -> Message:
+        state = message.content["arrays"].to_torch_state_dict()
+        arrays = ArrayRecord({name: value - 1.0 for name, value in state.items()})
+        return Message(RecordDict({"arrays": arrays}), reply_to=message)
+
+    message = question({"defense": "gaussian-noise:std=1.0"})
+    message.content["arrays"] = ArrayRecord({"0.running_mean": torch.zeros(400), "0.running_var": torch.zeros(400)})
+    update = update_in(app(message, context_of()))
+    assert set(update) == {"0.running_mean", "0.running_var"}
+    assert not update.meta.buffers
+    for value in update.values():
+        assert float(value.std()) == pytest.approx(1.0, abs=0.2)
+
+
+def normed_app(mod) -> ClientApp:
+    app = ClientApp(mods=[mod])
+
+    @app.train()
+    def _(message: Message, _context: Context) -> Message:
+        model = normed_model()
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        model.train()(torch.ones(4, 3) * torch.arange(4)[:, None])
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": 4})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
+
+
+def normed_model() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+
+
+def test_a_models_buffers_are_its_statistics():
+    strategy = wrapped("none", statistics=normed_model())
+    app = normed_app(defense_mod("none", lr=LR, statistics=normed_model()))
+    result, _ = run(strategy, app, rounds=2, arrays=ArrayRecord(normed_model().state_dict()))
+    assert strategy.faults == []
+    assert result.arrays["1.num_batches_tracked"].numpy() == 2
+    assert np.abs(result.arrays["1.running_mean"].numpy()).min() > 0
+
+
+def test_statistics_that_nobody_named_are_not_sent():
+    message = question({"defense": "none"})
+    message.content["arrays"] = ArrayRecord(normed_model().state_dict())
+    with pytest.raises(InputError, match=r"got others in \['1.num_batches_tracked'\].*statistics=model"):
+        normed_app(defense_mod("none", lr=LR))(message, context_of())
+    strategy = wrapped("none")
+    app = normed_app(defense_mod("none", lr=LR, statistics=normed_model()))
+    run(strategy, app, arrays=ArrayRecord(normed_model().state_dict()))
+    assert {fault.kind for fault in strategy.faults} == {"malformed"}
+    with pytest.raises(InputError, match=r"expected the statistics \['1.running_meen'\] among the model's arrays"):
+        client_app(defense_mod("none", statistics=["1.running_meen"]))(question({"defense": "none"}), context_of())
+
+
+def answering_app(mod, content) -> ClientApp:
+    """Answers every kind of message with the same records."""
+    app = ClientApp(mods=[mod])
+    for kind in (app.train, app.evaluate, app.query):
+        kind()(lambda message, _context: Message(RecordDict(content), reply_to=message))
+    return app
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "query", "evaluate.special", "query.weights"])
+def test_arrays_leave_outside_of_training_only_if_the_client_says_so(kind):
+    content, base = {"arrays": start_arrays()}, kind.partition(".")[0]
+
+    def app(**options):
+        made = answering_app(defense_mod(NOISE, lr=LR, **options), content)
+        for add in (made.evaluate, made.query):
+            for action in ("special", "weights"):
+                add(action)(lambda message, _context: Message(RecordDict(content), reply_to=message))
+        return made
+
+    with pytest.raises(InputError, match=rf"expected no arrays in the reply to a message of type '{base}'"):
+        app()(question(kind=kind), context_of())
+    other = "query" if base == "evaluate" else "evaluate"
+    with pytest.raises(InputError, match="expected no arrays"):
+        app(arrays=[other])(question(kind=kind), context_of())
+    assert app(arrays=[base])(question(kind=kind), context_of()).content["arrays"] == start_arrays()
+
+
+@pytest.mark.parametrize("kind", ["train", "evaluate", "query"])
+def test_only_listed_metrics_and_config_values_leave(kind, caplog):
+    content = {
+        "metrics": MetricRecord({"num-examples": 3, "loss": 0.5, "pixels": [0.1, 0.2]}),
+        "more": MetricRecord({"pixels": [0.3]}),
+        "config": ConfigRecord({"num-examples": "raw", "image": b"raw", "note": "hello"}),
+    }
+    if kind == "train":
+        content["arrays"] = start_arrays()
+    app = answering_app(defense_mod("none", lr=LR, metrics=["loss", "note"]), content)
+    reply = app(question({"defense": "none"}, kind=kind), context_of())
+    got = {key: dict(record) for key, record in reply.content.items() if key != "gradveil.update"}
+    assert got == {"metrics": {"num-examples": 3, "loss": 0.5}, "config": {"note": "hello"}}
+    assert "left out of the reply: image, num-examples, pixels, pixels" in caplog.text
+    content["metrics"] = MetricRecord({"num-examples": [0.1, 0.2]})
+    app = answering_app(defense_mod("none", lr=LR), content)
+    assert set(app(question({"defense": "none"}, kind=kind), context_of()).content) <= {"gradveil.update"}
+
+
+@pytest.mark.parametrize("kind", ["train", "announce", "evaluate", "query"])
+@pytest.mark.parametrize("key", ["gradveil", "gradveil.update", "gradveil.locations", "gradveil.memory"])
+def test_an_app_cannot_use_our_names(kind, key):
+    for record in (start_arrays(), ConfigRecord({"a": 1}), MetricRecord({"a": 1})):
+        app = answering_app(
+            defense_mod(ALIGNED, lr=LR, arrays=["evaluate", "query"]), {"arrays": start_arrays(), key: record}
+        )
+        message = question({"defense": ALIGNED, "announce": kind == "announce"}, kind=kind.replace("announce", "train"))
+        with pytest.raises(InputError, match=f"which gradveil keeps for itself, got .'{key}'."):
+            app(message, context_of())
+
+
+@pytest.mark.parametrize(
+    ("locations", "error", "words"),
+    [
+        ({"0.weight": torch.zeros(3_000_000, dtype=torch.bool)}, DataError, "expected at most 2,050 values"),
+        ({"0.weight": torch.zeros(40, 50, dtype=torch.bool)}, InputError, r"got \[40, 50\] for '0.weight', which has"),
+        ({"1.weight": torch.zeros(5, dtype=torch.bool)}, InputError, r"'1.weight', which has no such layer"),
+    ],
+)
+def test_an_announcement_is_read_within_the_models_size(locations, error, words):
+    message = question({"defense": ALIGNED})
+    message.content["gradveil.locations"] = flower._bytes_record(wire.encode_locations(locations))
+    with pytest.raises(error, match=words):
+        flower.announced(message)
+    app, context = client_app(defense_mod(ALIGNED, lr=LR)), context_of()
+    with pytest.raises(error, match=words):
+        app(message, context)
+    assert visits(context) == 0
+
+
+# -- hostile clients -------------------------------------------------------------------------------------------------
+
+
+def evaluating_app(metrics=lambda node: {"num-examples": node, "accuracy": node / 100}) -> ClientApp:
+    app = ClientApp(mods=[defense_mod("none", lr=LR, metrics=["accuracy", "loss"])])
+
+    @app.train()
+    def _(message: Message, context: Context) -> Message:
+        arrays = trained(message.content["arrays"], gradient(context.node_id))
+        records = {"arrays": arrays, "metrics": MetricRecord(metrics(context.node_id))}
+        return Message(RecordDict(records), reply_to=message)
+
+    @app.evaluate()
+    def _(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"metrics": MetricRecord(metrics(context.node_id))}), reply_to=message)
+
+    return app
+
+
+def replaced(*records):
+    def change(reply):
+        reply.content = RecordDict({f"metrics{index or ''}": record for index, record in enumerate(records)})
+        return [reply]
+
+    return change
+
+
+BAD_EVALUATIONS = {
+    "nothing": (lambda _reply: [], "missing", "no reply"),
+    "an error": (lambda reply: [Message(Error(3, "broken"), reply_to=back(reply))], "failed", "error 3: broken"),
+    "no metrics": (replaced(), "malformed", "expected one MetricRecord"),
+    "two records": (replaced(*[MetricRecord({"num-examples": 1, "accuracy": 1.0})] * 2), "malformed", "expected one"),
+    "other metrics": (replaced(MetricRecord({"num-examples": 1})), "malformed", "most others have .'accuracy'."),
+    "a list": (replaced(MetricRecord({"num-examples": 1, "accuracy": [1.0]})), "malformed", "its metrics are"),
+    "no weight": (replaced(MetricRecord({"accuracy": 1.0})), "malformed", "expected one MetricRecord"),
+    "weights": (replaced(MetricRecord({"num-examples": [1], "accuracy": 1.0})), "malformed", "must be a number"),
+    "no number": (replaced(MetricRecord({"num-examples": 1, "accuracy": math.nan})), "malformed", "must be finite"),
+    "a huge weight": (replaced(MetricRecord({"num-examples": 1.79e308, "accuracy": 1.0})), "malformed", "from 1 to"),
+    "arrays": (with_record("arrays", start_arrays()), "malformed", "got also the arrays .'arrays'."),
+    "config instead": (replaced(ConfigRecord({"num-examples": 1})), "malformed", "expected one MetricRecord"),
+    "two replies": (lambda reply: [reply, reply], "duplicate", "the first counts"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_EVALUATIONS)
+def test_a_bad_evaluation_is_named_and_the_others_make_the_figure(fault):
+    change, kind, words = BAD_EVALUATIONS[fault]
+
+    def tamper(node, reply):
+        training = reply.has_content() and "gradveil.update" in reply.content
+        return change(reply) if node == 12 and not training else [reply]
+
+    strategy = wrapped(inner=FedAvg(min_train_nodes=3, min_evaluate_nodes=3))
+    result, _ = run(strategy, evaluating_app(), rounds=2, tamper=tamper)
+    assert [(named.round, named.client, named.kind) for named in strategy.faults] == [(1, 12, kind), (2, 12, kind)]
+    assert re.search(words, strategy.faults[0].reason), strategy.faults[0].reason
+    nodes = NODES if kind == "duplicate" else (11, 13)
+    expected = sum(node * node / 100 for node in nodes) / sum(nodes)
+    assert result.evaluate_metrics_clientapp[2]["accuracy"] == pytest.approx(expected)
+
+
+def test_if_no_evaluation_is_left_the_training_goes_on():
+    def tamper(_node, reply):
+        return [reply] if "gradveil.update" in reply.content else []
+
+    strategy = wrapped(inner=FedAvg(min_train_nodes=3, min_evaluate_nodes=3))
+    result, _ = run(strategy, evaluating_app(), rounds=2, tamper=tamper)
+    assert result.evaluate_metrics_clientapp == {}
+    assert len(strategy.faults) == 6
+
+
+def test_huge_weights_do_not_set_the_model_to_zero():
+    def tamper(node, reply):
+        return [reply] if node == 11 else with_metrics(reply, **{"num-examples": 1.79e308, "loss": 0.5})
+
+    strategy = wrapped()
+    result, _ = run(strategy, client_app(defense_mod("none", lr=LR, metrics=["loss"])), tamper=tamper)
+    assert_same(state_of(result.arrays), mean_step([gradient(11)], [1]), atol=1e-5, rtol=1e-5)
+    assert {fault.client for fault in strategy.faults} == {12, 13}
+
+
+def test_weights_up_to_the_bound_count():
+    strategy = wrapped(most_examples=120)
+    run(strategy, client_app(defense_mod("none", lr=LR)))  # they have 110, 120 and 130
+    [fault] = strategy.faults
+    assert (fault.client, fault.reason) == (13, "reply: num-examples must be a number from 1 to 120, got 130")
+
+
+@pytest.mark.parametrize("odd", [11, 12])
+@pytest.mark.parametrize(
+    "metrics",
+    [{"accuracy": [1.0]}, {"accuracy": 0.5, "loss": 1.0}, {"loss": 1.0}, {}],
+    ids=lambda m: "+".join(m) or "none",
+)
+def test_of_two_nodes_an_odd_one_cannot_get_the_other_refused(odd, metrics):
+    def of(node):
+        return {"num-examples": 10, **(metrics if node == odd else {"accuracy": 0.5})}
+
+    strategy = wrapped(inner=FedAvg())
+    result, _ = run(strategy, evaluating_app(of), nodes=(11, 12))  # the grid answers in the order 12, 11
+    assert strategy.faults == []
+    assert_same(state_of(result.arrays), mean_step([gradient(11), gradient(12)], [1, 1]), atol=1e-5, rtol=1e-5)
+    shared = {"accuracy": 0.5} if metrics.get("accuracy") == 0.5 else {}
+    assert result.train_metrics_clientapp[1] == {**shared, "gradveil-refused": 0}
+    assert result.evaluate_metrics_clientapp[1] == shared
+
+
+@pytest.mark.parametrize("odd", [11, 12])
+def test_of_two_nodes_a_record_of_another_name_stops_nobody(odd):
+    def tamper(node, reply):
+        if node == odd:
+            reply.content["figures"] = reply.content.pop("metrics")
+        return [reply]
+
+    strategy = wrapped(inner=FedAvg())
+    result, _ = run(strategy, evaluating_app(), nodes=(11, 12), tamper=tamper)
+    assert strategy.faults == []
+    assert result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx((1.21 + 1.44) / 23)
 
 
 # -- the simulated training ------------------------------------------------------------------------------------------
@@ -913,7 +1396,37 @@ def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):
         flower.simulate(task_for(two_blobs), two_blobs, Broken(), FIVE)
 
 
+def test_the_simulation_tells_nobody(monkeypatch):
+    """Neither from this process nor from those that Ray starts, which read the environment."""
+    module, seen = importlib.import_module("flwr.simulation.run_simulation"), []
+
+    def run_simulation(**_options):
+        module.event("one more simulation")
+        seen.append({name: os.environ.get(name) for name in ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED")})
+
+    def report(*_details):
+        raise AssertionError("something was reported")
+
+    def nothing(*_args, **_options):
+        return False
+
+    ray = types.SimpleNamespace(is_initialized=nothing, init=nothing, put=nothing, shutdown=nothing)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(module, "_run_simulation", run_simulation)
+    monkeypatch.setattr(module, "event", report)
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    flower._run_on_ray(types.SimpleNamespace(training=FIVE), None, 1)
+    assert seen == [{"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}]
+    assert os.environ["FLWR_TELEMETRY_ENABLED"] == "1"
+    assert "RAY_USAGE_STATS_ENABLED" not in os.environ
+    assert module.event is report
+
+
 ON_RAY = """
+import urllib.request
+reports = []
+urllib.request.urlopen = lambda *args, **options: reports.append(args)
 import torch, gradveil
 from gradveil import models
 from gradveil.data import Dataset, Split
@@ -930,7 +1443,7 @@ job = task, dataset, gradveil.defense("none"), training
 here, there = train(*job), gradveil.flower.simulate(*job, actors=2)
 far = max(float((there.task.parameters[n] - here.task.parameters[n]).abs().max()) for n in task.parameters)
 moved = max(float((task.parameters[n] - here.task.parameters[n]).abs().max()) for n in task.parameters)
-print(far, moved, here.history == there.history)
+print(far, moved, here.history == there.history, len(reports))
 """
 
 
@@ -957,12 +1470,12 @@ def test_the_same_on_ray():
 
     In a process of its own, since Ray leaves subprocesses to the interpreter's end.
     """
-    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", ON_RAY], capture_output=True, text=True, timeout=400, env={**os.environ, **quiet}
-    )
+    switches = ("FLWR_TELEMETRY_ENABLED", "RAY_USAGE_STATS_ENABLED")
+    environment = {name: value for name, value in os.environ.items() if name not in switches}
+    done = subprocess.run([sys.executable, "-c", ON_RAY], capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
-    far, moved, same_curve = done.stdout.split()
+    far, moved, same_curve, reports = done.stdout.split()
+    assert reports == "0"
     assert float(far) < 1e-4 < 1e-2 < float(moved)
     assert same_curve == "True"
 

@@ -1,4 +1,7 @@
-"""An ordinary Flower client; the mod in the first line is all that protects its updates."""
+"""An ordinary Flower client; the mod in the first line is all that protects its updates.
+
+Nodes must be told to run this app and no other, see `run_deployment.py`: the server could send it without the mod.
+"""
 
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
@@ -7,7 +10,7 @@ from flwr.clientapp import ClientApp
 import gradveil
 from gradveil_example.task import DEFENSE, LR, load_share, make_model, train
 
-app = ClientApp(mods=[gradveil.flower.defense_mod(DEFENSE, lr=LR)])
+app = ClientApp(mods=[gradveil.flower.defense_mod(DEFENSE, lr=LR, metrics=["loss"])])
 torch.set_num_threads(1)
 
 
