@@ -154,8 +154,8 @@ def audit(
         base = AuditConfig.from_json(read_audit(output))
         if model is None and is_model_file(base.model):
             raise OutputError(
-                f"audit: {output} was begun with the model {base.model}, whose code would run, and --resume runs no code "
-                f"that was not named; if you trust that file: {resume_command(output, base.model)}"
+                f"audit: {output} was begun with the model {base.model}, a file whose code would run, and --resume "
+                f"runs no code that was not named; if you trust that file: {resume_command(output, base.model)}"
             )
     if budget is not None:
         asked["attacks"] = _with_presets(attack, budget, dataset, model, base)

@@ -203,7 +203,7 @@ def test_a_number_that_was_changed_to_another_plausible_one_is_found(make_audit)
         read(folder)
 
 
-def test_rows_of_another_audit_are_refused(make_audit, tmp_path):
+def test_rows_of_another_audit_are_refused(make_audit):
     """Two audits that differ in nothing that a row says."""
     folder = make_audit().write()
     ours = (folder / "results.jsonl").read_text()

@@ -128,7 +128,10 @@ class AuditConfig:
         """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
         kept = {name: value for name, value in fields.items() if name in schema.SETTINGS}
         schema.check("config.json", kept, schema.SETTINGS)
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()})
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
+        }
+        return cls(**values)
 
 
 def _check_text(name: str, value: object) -> None:

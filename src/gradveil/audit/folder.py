@@ -7,7 +7,7 @@ that a folder names.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from gradveil.audit import schema
 from gradveil.audit.schema import refuse, short
@@ -195,16 +195,16 @@ def _checked(where: str, row: Row, kinds: schema.Schema, config: Row, check: Cal
     schema.check(where, row, kinds)
     for key in ("dataset", "model", "seed", "batch_size", "aggregated"):
         if key in row and row[key] != config[key]:
-            refuse(
-                where, key, f"{short(config[key])}, as {CONFIG} has it", f"{short(row[key])}, a row of another audit"
-            )
+            _refuse_another(where, key, short(config[key]), short(row[key]))
     check(where, row)
     if row["audit"] != config[schema.DIGEST]:
-        refuse(
-            where, "audit", f"{config[schema.DIGEST]}, as {CONFIG} has it", f"{row['audit']}, a row of another audit"
-        )
+        _refuse_another(where, "audit", config[schema.DIGEST], row["audit"])
     schema.check_seal(where, row)
     return row
+
+
+def _refuse_another(where: str, key: str, expected: str, got: str) -> NoReturn:
+    refuse(where, key, f"{expected}, as {CONFIG} has it", f"{got}, a row of another audit")
 
 
 def _result(where: str, row: Row, config: Row, attacked: Mapping[str, str]) -> None:

@@ -68,7 +68,19 @@ def command_line(settings: Mapping[str, Any]) -> str:
     return shlex.join(words)
 
 
-_REST = "victims batch_size labels aggregated match chunk rounds clients client_batch lr seed".split()
+_REST = (
+    "victims",
+    "batch_size",
+    "labels",
+    "aggregated",
+    "match",
+    "chunk",
+    "rounds",
+    "clients",
+    "client_batch",
+    "lr",
+    "seed",
+)
 
 
 def file_digest(path: Path) -> str:

@@ -38,8 +38,8 @@ def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> 
             image.load()
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(
-            f"{name}: expected the PNG that the audit wrote, could not use this one ({error}); bring it back, or remove "
-            "it and the rows that name it and run them again with --resume"
+            f"{name}: expected the PNG that the audit wrote, could not use this one ({error}); bring it back, or "
+            "remove it and the rows that name it and run them again with --resume"
         ) from error
     return content
 
