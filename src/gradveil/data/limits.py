@@ -2,7 +2,7 @@
 
 Reading costs at most twice the result and 64 MiB. A file is refused whose result would be larger than `largest`, and
 one that would become more than a hundred times its own size: photographs, digits and scans compress by ten or less,
-and what compresses further was made to fill the memory. Results of up to 64 MiB are never suspicious.
+and what compresses further was made to fill the memory. Results of up to 32 MiB are never suspicious.
 """
 
 import os
@@ -15,7 +15,7 @@ from gradveil.data.arrays import Array
 
 LARGEST = 8 * 2**30
 MOST_GROWTH = 100
-UNSUSPICIOUS = 64 * 2**20
+UNSUSPICIOUS = 32 * 2**20
 MOST_PIXELS = 2**24
 """Of one image of a folder: 4096 x 4096. Decoders need more than twice the result for a moment, which 64 MiB cover."""
 
