@@ -17,6 +17,7 @@ from filelock import FileLock
 
 import gradveil
 from gradveil import data, models
+from gradveil.audit.store import resume_command
 from gradveil.cli import main
 from gradveil.federation.local import PUBLIC_SAMPLES
 
@@ -87,11 +88,48 @@ def test_a_budget_on_resuming_suits_the_data_and_the_model_of_the_audit(gradveil
     monkeypatch.setattr("gradveil.cli.run_audit", note)
     first = "audit --dataset cifar10 --model resnet18 --attack dlg --budget quick --out".split()
     gradveil_command(*first, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(asked[0].to_json()))
+    monkeypatch.setattr("gradveil.cli.read_audit", lambda _folder: asked[0].to_json())
+    (tmp_path / "config.json").touch()
     gradveil_command("audit", "--resume", "--budget", "quick", "--out", tmp_path)
     assert asked[1] == asked[0]
     gradveil_command("audit", "--resume", "--budget", "quick", "--attack", "dlg", "--out", tmp_path)
     assert asked[2] == asked[0]
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_resuming_runs_no_model_file_that_was_not_named(gradveil_command, tmp_path):
+    """A folder from somebody else: its config may name any file, even with the right digest."""
+    file, folder = tmp_path / "theirs.py", tmp_path / "out"
+    file.write_text(
+        "from pathlib import Path\n"
+        "from torch import nn\n"
+        "Path(__file__).with_name('ran').touch()\n"
+        "def build(input_shape, classes):\n"
+        "    return nn.Sequential(nn.Flatten(), nn.Linear(784, classes))\n"
+    )
+    words = [*QUICK_AUDIT, "--model", f"{file}@build", "--out", folder]
+    assert gradveil_command(*words)[0] == 0
+    (tmp_path / "ran").unlink()
+    code, _, err = gradveil_command("audit", "--resume", "--out", folder)
+    assert code == 2
+    assert f"--resume runs no code that was not named; if you trust that file: {resume_command(folder)}" in err
+    assert not (tmp_path / "ran").exists()
+    assert gradveil_command("audit", "--resume", "--out", folder, "--model", f"{file}@build")[0] == 0
+    assert (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("value", [None, 3, "none", [None]])
+def test_a_config_with_wrong_defenses_is_an_error_in_words(gradveil_command, tmp_path, value):
+    (tmp_path / "config.json").write_text(json.dumps({"gradveil": "0.1.0", "command": "", "defenses": value}))
+    code, _, err = gradveil_command("audit", "--resume", "--out", tmp_path)
+    assert code == 2
+    assert "error: config.json: " in err
+
+
+def test_help_says_that_a_model_file_is_code(gradveil_command):
+    assert "which runs the code in FILE.py" in gradveil_command("audit", "--help")[1].replace("│", " ").replace(
+        "  ", " "
+    )
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")

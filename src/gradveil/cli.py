@@ -26,6 +26,7 @@ from gradveil.attacks import ATTACKS
 from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
+from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, Row, resume_command, slug
 from gradveil.defenses import DEFENSES
@@ -88,7 +89,13 @@ def audit(
     dataset: Annotated[
         str | None, typer.Option(help="Name or path of the data, e.g. cifar10 or faces-orl:size=64.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION, which runs the code in FILE.py with all your "
+            "rights. With --resume such a file has to be named again."
+        ),
+    ] = None,
     defense: Annotated[
         list[str] | None, typer.Option(help="NAME[:k=v,...], repeatable; + chains, +error-feedback wraps.")
     ] = None,
@@ -120,7 +127,9 @@ def audit(
     lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for the results.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an audit: only what is missing runs.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""
@@ -142,9 +151,15 @@ def audit(
         "lr": lr,
         "seed": seed,
     }
-    saved = output / CONFIG if output else None
-    # On resuming, what is not said again stays as it was.
-    base = AuditConfig.from_json(read_config(saved)) if resume and saved and saved.exists() else AuditConfig()
+    # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
+    base = AuditConfig()
+    if resume and output is not None and (output / CONFIG).exists():
+        base = AuditConfig.from_json(read_audit(output))
+        if model is None and is_model_file(base.model):
+            raise OutputError(
+                f"audit: {output} was begun with the model {base.model}, a file whose code would run, and --resume "
+                f"runs no code that was not named; if you trust that file: {resume_command(output, base.model)}"
+            )
     if budget is not None:
         asked["attacks"] = _with_presets(attack, budget, dataset, model, base)
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -157,7 +172,8 @@ def audit(
         with _progress_bar() as show:
             run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
     except KeyboardInterrupt:
-        say(f"stopped; finished rows are kept. Go on with: {resume_command(folder)}")
+        command = resume_command(folder, config.model if is_model_file(config.model) else None)
+        say(f"stopped; finished rows are kept. Go on with: {command}")
         raise typer.Exit(INTERRUPTED) from None
     page = report.write(folder)
     verdict = report.verdict(folder)
@@ -193,7 +209,9 @@ def _words(step: Step) -> str:
 def train(
     context: typer.Context,
     dataset: Annotated[str, typer.Option(help="Name or path of the data.")] = "mnist",
-    model: Annotated[str, typer.Option(help="Model, e.g. lenet:activation=relu.")] = "mnist-cnn",
+    model: Annotated[
+        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs the code in FILE.py.")
+    ] = "mnist-cnn",
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
     compare: Annotated[
         list[str] | None, typer.Option(help="Train under this defense too, with the same seeds; repeatable.")

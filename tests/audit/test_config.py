@@ -4,7 +4,7 @@ import shlex
 import pytest
 
 from gradveil.audit import AuditConfig, default_folder
-from gradveil.errors import ParameterError, UnknownNameError
+from gradveil.errors import DataError, ParameterError, UnknownNameError
 
 
 def test_equal_methods_are_one_config():
@@ -21,7 +21,7 @@ def test_the_config_survives_json():
     fields = json.loads(json.dumps({**config.to_json(), "torch": "2.0", "platform": "here"}))
     assert AuditConfig.from_json(fields) == config
     del fields["seed"]
-    with pytest.raises(ParameterError, match="config.json lacks seed"):
+    with pytest.raises(DataError, match="config.json: 'seed' must be a whole number .* got nothing"):
         AuditConfig.from_json(fields)
 
 
@@ -45,6 +45,9 @@ def test_the_command_names_the_attackers(adaptive, word):
     ("fields", "error", "message"),
     [
         ({"victims": 0}, ParameterError, "audit: victims must be a whole number of at least 1, got 0"),
+        ({"defenses": None}, ParameterError, "audit: defenses must be a list of texts, got None"),
+        ({"attacks": ("idlg", 3)}, ParameterError, "audit: attacks must be a text, got 3"),
+        ({"model": None}, ParameterError, "audit: model must be a text, got None"),
         ({"seed": -1}, ParameterError, "audit: seed must be a whole number of at least 0, got -1"),
         ({"defenses": ("top-j",)}, UnknownNameError, "unknown defense 'top-j'; did you mean top-k"),
         ({"attacks": ()}, ParameterError, "at least one attack"),

@@ -49,7 +49,7 @@ def rows(folder: Path, name: str = "results.jsonl") -> list[dict]:
 
 
 def comparable(all_rows: list[dict]) -> list[dict]:
-    return [{key: value for key, value in row.items() if key != "seconds"} for row in all_rows]
+    return [{key: value for key, value in row.items() if key not in ("seconds", "digest")} for row in all_rows]
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:LPIPS is left out")
@@ -189,7 +189,7 @@ def build(input_shape, classes):
     ("old", "new", "differs"),
     [
         ("nn.ReLU()", "nn.Sigmoid()", "model_file_digest was"),  # in no weight
-        ("return", "nn.Linear(1, 1); return", "weights_digest was"),  # draws other weights
+        ("return", "nn.Linear(1, 1); return", "model_file_digest was"),  # draws other weights
     ],
 )
 def test_another_model_under_the_same_name_is_not_mixed_in(data_file, tmp_path, old, new, differs):
@@ -201,6 +201,38 @@ def test_another_model_under_the_same_name_is_not_mixed_in(data_file, tmp_path, 
     file.write_text(OWN_MODEL.replace(old, new))
     with pytest.raises(OutputError, match=f"{differs}.*or bring back what it ran with"):
         run(config, tmp_path / "out", resume=True)
+
+
+HOSTILE_MODEL = """
+from pathlib import Path
+Path(__file__).with_name("ran").touch()
+"""
+
+
+def test_a_model_file_that_changed_is_not_run(data_file, tmp_path):
+    file = tmp_path / "mine.py"
+    config = config_for(data_file, model=f"{file}@build", defenses=("none",), attacks=("idlg:iterations=1",), rounds=1)
+    file.write_text(OWN_MODEL)
+    run(config, tmp_path / "out")
+    file.write_text(HOSTILE_MODEL + OWN_MODEL)
+    with pytest.raises(OutputError, match="model_file_digest was"):
+        run(config, tmp_path / "out", resume=True)
+    assert not (tmp_path / "ran").exists()
+    run(config, tmp_path / "new")
+    assert (tmp_path / "ran").exists(), "the file would have touched it; else this test shows nothing"
+
+
+def test_a_row_that_says_another_seed_is_refused_before_anything_runs(data_file, tmp_path):
+    config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",), rounds=1)
+    run(config, tmp_path / "out")
+    path = tmp_path / "out" / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], lines[-1].replace('"seed": 0', '"seed": 1')]))
+    before = path.read_bytes()
+    data_file.unlink()  # nothing is loaded
+    with pytest.raises(DataError, match="results.jsonl line 6: 'seed' must be 0, as config.json has it, got 1"):
+        run(config, tmp_path / "out", resume=True)
+    assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize("split", ["x_train", "x_test"])

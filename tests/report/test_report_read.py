@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gradveil.errors import DataError
+from gradveil.errors import DataError, GradveilError
 from gradveil.report.read import read
 
 
@@ -89,20 +89,33 @@ def test_a_broken_line_is_refused_with_its_number(make_audit):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("psnr", "loud", "'psnr' must be a finite number, got 'loud'"),
-        ("psnr", None, "'psnr' must be a number, got None"),
-        ("ssim", float("nan"), "'ssim' must be a finite number, got nan"),
+        ("psnr", "loud", "'psnr' must be a finite number from 0 to 100, got 'loud'"),
+        ("psnr", None, "'psnr' must be a finite number from 0 to 100, got None"),
+        ("psnr", 1e308, "'psnr' must be a finite number from 0 to 100, got 1e"),
+        ("psnr", 10**400, "'psnr' must be a finite number from 0 to 100, got a number of more than 18 digits"),
+        ("mse", -0.5, "'mse' must be a finite number from 0 to 1, got -0.5"),
         ("leaked", 1, "'leaked' must be true or false, got 1"),
-        ("victim", -1, "'victim' must be a whole number of at least 0, got -1"),
-        ("victim", True, "'victim' must be a whole number of at least 0, got True"),
-        ("defense_spec", None, "'defense_spec' must be a text, got None"),
-        ("attack_spec", 3, "'attack_spec' must be a text, got 3"),
-        ("image", 3, "'image' must be a text, got 3"),
+        ("victim", -1, "'victim' must be a whole number from 0 to 1,000,000, got -1"),
+        ("victim", True, "'victim' must be a whole number from 0 to 1,000,000, got True"),
+        ("victim", 4, "'victim' must be a number below 4, the victims of the audit, got 4"),
+        ("defense_spec", None, "'defense_spec' must be a defense of the audit, got None"),
+        ("defense_spec", "top-k:keep=0.3", "'defense_spec' must be a defense of the audit, got 'top-k:keep=0.3'"),
+        ("attack_spec", 3, "'attack_spec' must be a text of .*, got 3"),
+        ("attack_spec", "dlg", "'attack_spec' must be an attack of the audit, got 'dlg'"),
+        ("attack_spec", "idlg\x1b[2J", "'attack_spec' must be a text of at most 10,000 printable characters"),
+        ("adaptive", True, "'adaptive' must be False, as config.json has it, got True"),
+        ("image", 3, "'image' must be a path images/NAME.png, or null, got 3"),
+        ("seed", 1, "'seed' must be 0, as config.json has it, got 1, a row of another audit"),
+        ("model", "mlp", "'model' must be 'lenet:init=uniform', as config.json has it, got 'mlp', a row of another"),
+        ("dataset", "cifar10", "'dataset' must be 'mnist', as config.json has it, got 'cifar10', a row of another"),
+        ("audit", "a" * 16, "'audit' must be [0-9a-f]{16}, as config.json has it, got a{16}, a row of another audit"),
+        ("note", "hello", "expected only the keys that gradveil writes, got also 'note'"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(make_audit, key, value, message):
     made = make_audit()
     made.rows()[0][key] = value
+    made.config["adapted"] = []
     with pytest.raises(DataError, match=message):
         read(made.write())
 
@@ -110,7 +123,9 @@ def test_a_wrong_value_is_refused_by_name(make_audit, key, value, message):
 def test_a_missing_value_is_refused_by_name(make_audit):
     made = make_audit()
     del made.utility[1]["accuracy"]
-    with pytest.raises(DataError, match=r"utility.jsonl line 2: 'accuracy' must be a number, got nothing"):
+    with pytest.raises(
+        DataError, match=r"utility.jsonl line 2: 'accuracy' must be a finite number from 0 to 1, got nothing"
+    ):
         read(made.write())
 
 
@@ -124,7 +139,7 @@ def test_a_line_that_is_no_object_is_refused(make_audit):
 def test_a_row_that_is_there_twice_is_refused(make_audit):
     made = make_audit()
     made.results.append(made.rows("top-k", "idlg")[1])
-    with pytest.raises(DataError, match=r"two rows for \(top-k:keep=0.2, idlg:iterations=100, 1\)"):
+    with pytest.raises(DataError, match=r"two rows for \(top-k:keep=0.2, idlg:iterations=100, False, 1\)"):
         read(made.write())
 
 
@@ -136,16 +151,96 @@ def test_a_folder_without_config_is_no_audit(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("defenses", "none", "'defenses' must be a list of texts"),
-        ("attacks", [["idlg"]], "'attacks' must be a list of texts"),
+        ("defenses", "none", "'defenses' must be a list of at most 200, each a text"),
+        ("defenses", None, "'defenses' must be a list of at most 200, each a text of .*, got None"),
+        ("defenses", [], "'defenses' must be a list of at least one text, none of them twice, got none"),
+        ("attacks", [["idlg"]], "'attacks' must be a list of at most 200, each a text"),
+        ("attacks", ["idlg", "idlg"], "'attacks' must be .* none of them twice, got 'idlg' twice"),
         ("victims", "4", "'victims' must be a whole number"),
+        ("victims", 10**12, "'victims' must be a whole number from 1 to 1,000,000"),
+        ("victim_labels", [[1]], r"'victim_labels' must be 4 lists of 1 labels, got \[\[1\]\]"),
+        ("victim_labels", [[1], [1], [1], [99]], "'victim_labels' must be labels below 10, the classes, got 99"),
+        ("adapted", [["none", "dlg"]], "'adapted' must be a list of pairs of a defense and an attack of this audit"),
+        ("input_shape", [28, 28], "'input_shape' must be three whole numbers"),
+        ("lr", float("inf"), "expected JSON"),
+        ("model", "mine.py@build", "'model_file_digest' must be the digest of the model's file"),
+        ("command", "rm -rf .", "'command' must be the command of these settings .* got 'rm -rf .'"),
+        ("favourite_colour", "teal", "expected only the keys that gradveil writes, got also 'favourite_colour'"),
     ],
 )
 def test_a_wrong_config_is_refused(make_audit, key, value, message):
     made = make_audit()
-    made.config[key] = value
+    config = {**made.complete_config(), key: value}
+    made.write()
+    (made.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
-        read(made.write())
+        read(made.folder)
+
+
+@pytest.mark.parametrize("key", ["gradveil", "adapted", "seed", "digest"])
+def test_a_config_without_a_key_is_refused(make_audit, key):
+    made = make_audit()
+    config = made.complete_config()
+    del config[key]
+    made.write()
+    (made.folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(DataError, match=f"config.json: '{key}' must be .* got nothing"):
+        read(made.folder)
+
+
+def test_a_number_that_was_changed_to_another_plausible_one_is_found(make_audit):
+    folder = make_audit().write()
+    path = folder / "results.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    row = json.loads(lines[6])
+    lines[6] = json.dumps({**row, "psnr": row["psnr"] + 1}) + "\n"
+    path.write_text("".join(lines))
+    with pytest.raises(DataError, match=r"results.jsonl line 7: expected values with the digest .* damaged or edited"):
+        read(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "platform": "elsewhere"}))
+    with pytest.raises(DataError, match=r"config.json: expected values with the digest"):
+        read(folder)
+
+
+def test_rows_of_another_audit_are_refused(make_audit):
+    """Two audits that differ in nothing that a row says."""
+    folder = make_audit().write()
+    ours = (folder / "results.jsonl").read_text()
+    made = make_audit()
+    made.config["data_digest"] = "f" * 16
+    theirs = (made.write() / "results.jsonl").read_text().splitlines(keepends=True)
+    make_audit().write()
+    (folder / "results.jsonl").write_text("".join([*ours.splitlines(keepends=True)[:-1], theirs[-1]]))
+    with pytest.raises(DataError, match=r"results.jsonl line 52: 'audit' must be .* a row of another audit"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"a": ' * 50_000,
+        b"\xff\xfe",
+        b'{"victims": ' + b"9" * 5000 + b"}",
+        b'{"a": 1, "a": 2}',
+        b"NaN",
+    ],
+)
+def test_hostile_json_is_a_data_error(make_audit, content):
+    folder = make_audit().write()
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(DataError, match=r"config.json: expected JSON"):
+        read(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(make_audit, tmp_path):
+    folder = make_audit().write()
+    (tmp_path / "elsewhere.jsonl").write_bytes((folder / "utility.jsonl").read_bytes())
+    (folder / "utility.jsonl").unlink()
+    (folder / "utility.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    with pytest.raises(GradveilError, match=r"got 'utility.jsonl', a link to somewhere else"):
+        read(folder)
 
 
 def test_a_config_that_is_no_json_is_refused(make_audit):

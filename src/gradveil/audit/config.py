@@ -3,14 +3,15 @@
 import dataclasses
 import hashlib
 import json
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradveil import checks
 from gradveil.attacks import create as create_attack
+from gradveil.audit import schema
 from gradveil.audit.match import Price
+from gradveil.audit.store import command_line
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, ParameterError
 from gradveil.registry import format_spec, parse_spec
@@ -79,6 +80,14 @@ class AuditConfig:
         for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
             checks.integer("audit", name, getattr(self, name), low=1)
         checks.integer("audit", "seed", self.seed, low=0)
+        for name in ("dataset", "model", "labels", *(["match"] if self.match is not None else [])):
+            _check_text(name, getattr(self, name))
+        for name in ("defenses", "attacks"):
+            specs = getattr(self, name)
+            if not isinstance(specs, tuple | list):
+                raise ParameterError(f"audit: {name} must be a list of texts, got {specs!r} ({type(specs).__name__})")
+            for spec in specs:
+                _check_text(name, spec)
         checks.number("audit", "lr", self.lr, above=0)
         # Building each method checks its name and parameters before anything runs.
         defenses = _unique("defense", [str(create_defense(spec)) for spec in self.defenses])
@@ -101,18 +110,7 @@ class AuditConfig:
     @property
     def command(self) -> str:
         """The command that runs this audit again."""
-        words = ["gradveil", "audit", "--dataset", self.dataset, "--model", self.model]
-        for defense in self.defenses:
-            words += ["--defense", defense]
-        for attack in self.attacks:
-            words += ["--attack", attack]
-        if self.adaptive is not None:
-            words.append("--adaptive" if self.adaptive else "--plain")
-        for field in dataclasses.fields(self)[4:]:
-            value = getattr(self, field.name)
-            if value is not None and field.name != "adaptive":
-                words += [f"--{field.name.replace('_', '-')}", str(value)]
-        return shlex.join(words)
+        return command_line(self.to_json())
 
     @property
     def digest(self) -> str:
@@ -127,15 +125,18 @@ class AuditConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
-        """The config that `to_json` wrote; other keys are left aside."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        missing = known - fields.keys()
-        if missing:
-            raise ParameterError(f"audit: config.json lacks {', '.join(sorted(missing))}; start a new audit")
-        kept: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in fields.items() if name in known
+        """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
+        kept = {name: value for name, value in fields.items() if name in schema.SETTINGS}
+        schema.check("config.json", kept, schema.SETTINGS)
+        values: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
         }
-        return cls(**kept)
+        return cls(**values)
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ParameterError(f"audit: {name} must be a text, got {value!r} ({type(value).__name__})")
 
 
 def _unique(kind: str, specs: list[str]) -> list[str]:

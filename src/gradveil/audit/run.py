@@ -19,16 +19,18 @@ import gradveil
 from gradveil import data, metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as create_attack
-from gradveil.audit.config import AuditConfig, read_config
+from gradveil.audit.config import AuditConfig
+from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
+from gradveil.audit.schema import DIGEST, sealed
 from gradveil.audit.store import (
     BLIND_GUESS,
     CONFIG,
     MATCHES,
     RESULTS,
     UTILITY,
-    JsonLines,
     Row,
+    file_digest,
     slug,
 )
 from gradveil.defenses import Defense
@@ -92,12 +94,14 @@ def run(
     the rows are the same as those of an uninterrupted run.
 
     Args:
-        config: what to audit.
-        folder: where results go.
+        config: what to audit. A model ``FILE.py@FUNCTION`` in it is code that runs.
+        folder: where results go. One that is resumed may come from anybody: its files are checked before anything
+            else happens, and the digest of the model's file before that file runs.
         resume: go on in a folder that holds results of the same config.
         progress: called as the work proceeds.
     """
     prepare_folder(folder, "audit")
+    refuse_links(folder)
     with locked(folder, "audit", "audit"):
         _run(config, folder, resume, progress)
 
@@ -105,10 +109,13 @@ def run(
 def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:
     before = _earlier(config, folder, resume)
     bench = _Bench(config, folder)
+    now = sealed(bench.description())
     if before is None:
-        write_json(folder / CONFIG, bench.description())
+        check_config(now)  # what is written must be what can be read
+        write_json(folder / CONFIG, now)
     else:
-        _refuse_other_circumstances(folder, before, bench.description())
+        _refuse_other_circumstances(folder, before, now)
+    bench.open_rows((before or now)[DIGEST])
     pieces = list(bench.pieces())
     for done, piece in enumerate(pieces):
 
@@ -146,32 +153,32 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
         return None
     if not resume:
         raise OutputError(f"audit: {folder} holds an audit already; go on with --resume or choose another --out")
-    described = read_config(path)
+    described = read_audit(folder)
     before = AuditConfig.from_json(described)
     _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
+    read_rows(folder, described)
+    # Before the file is run, which building the model does.
+    _refuse_changes(
+        folder,
+        {_MODEL_FILE: described[_MODEL_FILE]},
+        {_MODEL_FILE: model_file_digest(config.model)},
+        _BRING_BACK,
+    )
     return described
+
+
+_MODEL_FILE = "model_file_digest"
+_BRING_BACK = "or bring back what it ran with"
 
 
 def _refuse_other_circumstances(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """The config may be the same and the rows not: other data or another model of the same name, another version."""
-    decisive = (
-        "gradveil",
-        "torch",
-        "dataset_source",
-        "data_digest",
-        "victim_labels",
-        "input_shape",
-        "parameters",
-        "weights_digest",
-        "model_file_digest",
-        "threads",
-        "lpips",
-    )
+    decisive = now.keys() - {"platform", DIGEST}
     _refuse_changes(
         folder,
-        {name: before.get(name) for name in decisive},
-        {name: now[name] for name in decisive},
-        "or bring back what it ran with",
+        {name: before[name] for name in before if name in decisive},
+        {name: now[name] for name in now if name in decisive},
+        _BRING_BACK,
     )
 
 
@@ -229,11 +236,14 @@ class _Bench:
             )
         self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
         self.blind, self.blind_psnr = self._guess_blindly()
-        self.results = JsonLines(folder / RESULTS)
-        self.utility = JsonLines(folder / UTILITY)
-        self.matches = JsonLines(folder / MATCHES)
         self.costs = Costs(self.task, self.dataset, self._training)
         self._stages: dict[tuple[str, str | None], _Stage] = {}
+
+    def open_rows(self, audit: str) -> None:
+        """Go on with the rows on disk; `audit` is the identity that new ones are written with."""
+        self.results, self.utility, self.matches = (
+            SealedLines(self.folder / name, audit) for name in (RESULTS, UTILITY, MATCHES)
+        )
 
     def _build_task(self) -> Task:
         name, parameters = parse_spec(self.config.model)
@@ -376,19 +386,20 @@ class _Bench:
     # -- attacks -----------------------------------------------------------------------------------------------------
 
     def _score_blind_guess(self, done: set[tuple[Any, ...]], tell: Tell) -> None:
-        for victim in range(self.config.victims):
-            self._save_image("original", victim, self.images[victim])
         self.results.append(
-            self._row(
-                None,
-                None,
-                victim,
-                self.blind[victim],
-                self.labels[victim],
-                loss=None,
-                iterations=0,
-                seconds=0.0,
-            )
+            {
+                **self._row(
+                    None,
+                    None,
+                    victim,
+                    self.blind[victim],
+                    self.labels[victim],
+                    loss=None,
+                    iterations=0,
+                    seconds=0.0,
+                ),
+                "original_digest": file_digest(self._save_image("original", victim, self.images[victim])),
+            }
             for victim in range(self.config.victims)
             if (None, BLIND_GUESS, False, victim) not in done
         )
@@ -539,6 +550,7 @@ class _Bench:
         score = self.scorer.score(self.images[victim], *guess)
         against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
         methods = [slug(str(defense)), slug(str(attack)), *(["adaptive"] if adaptive else [])]
+        image = self._save_image("-".join(methods) if attack else BLIND_GUESS, victim, images)
         return {
             "defense": defense.name if defense else None,
             "defense_params": defense.parameters if defense else {},
@@ -563,17 +575,19 @@ class _Bench:
             **(course or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
             "iterations": iterations,
             "seconds": round(seconds, 3),
-            "image": self._save_image("-".join(methods) if attack else BLIND_GUESS, victim, images),
+            "image": image.relative_to(self.folder).as_posix(),
+            "image_digest": file_digest(image),
+            "original_digest": None,  # the blind guess has it
         }
 
-    def _save_image(self, stem: str, victim: int, images: Tensor) -> str:
-        """Write a batch as one horizontal strip; returns the path relative to the audit's folder."""
+    def _save_image(self, stem: str, victim: int, images: Tensor) -> Path:
+        """Write a batch as one horizontal strip; returns the path."""
         path = self.folder / "images" / f"{stem}-v{victim}.png"
         path.parent.mkdir(exist_ok=True)
         pixels = images.nan_to_num(nan=metrics.NAN_GREY).clamp(0, 1).mul(255).round().byte()
         strip = torch.cat(list(pixels), dim=-1).permute(1, 2, 0)
         Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(path)
-        return path.relative_to(self.folder).as_posix()
+        return path
 
     @property
     def _training(self) -> Training:

@@ -5,10 +5,11 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from gradveil.audit.schema import DIGITS
 from gradveil.errors import DataError
 
 Row = dict[str, Any]
@@ -41,13 +42,50 @@ def slug(text: str) -> str:
     return f"{safe[: LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
-def resume_command(folder: Path) -> str:
-    """The command that goes on with the audit in a folder.
+def resume_command(folder: Path, model: str | None = None) -> str:
+    """The command that goes on with the audit in a folder; a model that is a file has to be named again.
 
     >>> resume_command(Path("my audit"))
     "gradveil audit --resume --out 'my audit'"
+    >>> resume_command(Path("mine"), "mine.py@build")
+    'gradveil audit --resume --out mine --model mine.py@build'
     """
-    return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder)])
+    named = [] if model is None else ["--model", model]
+    return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder), *named])
+
+
+def command_line(settings: Mapping[str, Any]) -> str:
+    """The command that runs an audit of these settings again; of an `AuditConfig`, its `to_json`."""
+    words = ["gradveil", "audit", "--dataset", settings["dataset"], "--model", settings["model"]]
+    for key, option in (("defenses", "--defense"), ("attacks", "--attack")):
+        for spec in settings[key]:
+            words += [option, spec]
+    if settings["adaptive"] is not None:
+        words.append("--adaptive" if settings["adaptive"] else "--plain")
+    for key in _REST:
+        if settings[key] is not None:
+            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+    return shlex.join(words)
+
+
+_REST = (
+    "victims",
+    "batch_size",
+    "labels",
+    "aggregated",
+    "match",
+    "chunk",
+    "rounds",
+    "clients",
+    "client_batch",
+    "lr",
+    "seed",
+)
+
+
+def file_digest(path: Path) -> str:
+    """Of a file's bytes, by which the report knows an image that is no longer the one that was written."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
 
 
 class JsonLines:
@@ -78,10 +116,10 @@ class JsonLines:
         if len(whole) < len(content):
             with self.path.open("r+b") as file:
                 file.truncate(len(whole))
-        for number, line in enumerate(whole.splitlines(), start=1):
+        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
                     f"{self.path}: line {number} is not JSON ({error}); mend or remove the line, or start a new audit"
                 ) from error

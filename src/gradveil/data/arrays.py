@@ -1,5 +1,6 @@
 """What every reader shares: the arrays it returns, the checks on them, the error for a broken file."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -73,13 +74,18 @@ def labelled(path: Path, which: str, images: Array, labels: Array) -> Labelled:
         raise DataError(
             f"{path}: {which} must have one label an image, got {len(images)} images and {len(labels)} labels"
         )
-    return images, labels.astype(np.int64)
+    return images, labels.astype(np.int64, copy=False)
+
+
+def images_at_once(shape: tuple[int, ...]) -> int:
+    """How many images are worked on together, so that copies of them as floats stay small: 2 MiB of pixels."""
+    return max(1, 2**21 // max(1, math.prod(shape)))
 
 
 def resize(images: Array, size: int) -> Array:
     """Resize uint8 images [N, H, W, C] to size x size with an antialiased bilinear filter; not cropped."""
     resized = np.empty((len(images), size, size, images.shape[-1]), np.uint8)
-    chunk = 1024  # bounds the memory of the float copies
+    chunk = images_at_once(images.shape[1:])
     for start in range(0, len(images), chunk):
         planes = torch.from_numpy(np.array(images[start : start + chunk])).permute(0, 3, 1, 2)
         scaled = torch.nn.functional.interpolate(

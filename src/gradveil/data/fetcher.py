@@ -18,7 +18,8 @@ import torch
 from gradveil.data import catalog
 from gradveil.data.arrays import Array, reading
 from gradveil.data.catalog import Entry, Package
-from gradveil.data.formats import read, read_arrays
+from gradveil.data.formats import read
+from gradveil.data.npz import read_arrays
 from gradveil.data.pickles import read_pickled_arrays
 from gradveil.data.places import cache_folder
 from gradveil.errors import DataError

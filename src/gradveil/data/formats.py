@@ -1,23 +1,27 @@
 """One reader for each file format; all return the same `Arrays`, and all raise `DataError` on a broken file.
 
 No reader runs code from a file: npz archives with pickled objects are refused, and CIFAR's batches, which are
-pickles by design, go through an unpickler that knows nothing but plain arrays.
+pickles by design, are read by a machine that knows nothing but plain arrays. No reader allocates what a file announces
+before it has checked that; see `gradveil.data.limits` for how much may be read.
 """
 
 import gzip
 import io
 import itertools
 import json
-import zipfile
+import math
+import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import scipy.io
 from PIL import Image
 
 from gradveil.data.arrays import Array, Arrays, Labelled, labelled, listing, reading
 from gradveil.data.image_folder import read_image_folder
+from gradveil.data.limits import MOST_PIXELS, check_size, fill
+from gradveil.data.matlab import read_matrices
+from gradveil.data.npz import read_arrays
 from gradveil.data.pickles import read_pickled_arrays
 from gradveil.errors import DataError
 
@@ -48,18 +52,21 @@ def read(path: Path, size: int | None = None) -> Arrays:
 # --- npz ------------------------------------------------------------------------------------------
 
 
-def read_arrays(path: Path) -> dict[str, Array]:
-    """All arrays of an ``.npz``; pickled objects in it are refused."""
-    with reading(path, "an .npz archive of plain arrays"):
-        if not zipfile.is_zipfile(path):
-            raise ValueError("not a zip archive")
-        with np.load(path, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files}
+_NAMES = frozenset(
+    {
+        *(f"{kind}_{split}" for kind in ("x", "y", "jpeg", "offsets") for split in ("train", "test")),
+        *(f"{split}_{kind}" for kind in ("images", "labels") for split in ("train", "test")),
+        "classes",
+    }
+)
 
 
 def read_npz(path: Path) -> Arrays:
-    """Read an ``.npz``: x_train, y_train[, x_test, y_test][, classes]; packed JPEGs; or MedMNIST's names."""
-    arrays = read_arrays(path)
+    """Read an ``.npz``: x_train, y_train[, x_test, y_test][, classes]; packed JPEGs; or MedMNIST's names.
+
+    Arrays of other names are not read.
+    """
+    arrays = read_arrays(path, _NAMES)
     if "train_images" in arrays:
         arrays = {
             f"{'x' if kind == 'images' else 'y'}_{split}": arrays[f"{split}_{kind}"]
@@ -75,7 +82,7 @@ def read_npz(path: Path) -> Arrays:
     if lacking := sorted(needed - arrays.keys()):
         raise DataError(
             f"{path}: expected arrays x_train, y_train and maybe x_test, y_test, classes; "
-            f"{' and '.join(lacking)} missing, got {', '.join(sorted(arrays)) or 'none'}"
+            f"{' and '.join(lacking)} missing, got {', '.join(sorted(arrays)) or 'none of these'}"
         )
     return Arrays(
         labelled(path, "train", arrays["x_train"], arrays["y_train"]),
@@ -93,14 +100,23 @@ def _class_names(path: Path, names: Array) -> tuple[str, ...]:
 def _unpack_jpegs(path: Path, arrays: Mapping[str, Array], split: str) -> Array:
     with reading(path, f"JPEG images in jpeg_{split}, cut at offsets_{split}"):
         data, offsets = arrays[f"jpeg_{split}"], arrays[f"offsets_{split}"].astype(np.int64)
+        if data.dtype != np.uint8 or data.ndim != 1:
+            raise ValueError(f"jpeg_{split} must be bytes, got {data.dtype} {list(data.shape)}")
         if offsets[0] != 0 or offsets[-1] != len(data) or (np.diff(offsets) <= 0).any():
             raise ValueError(f"offsets_{split} must rise from 0 to {len(data)}")
-        packed = data.tobytes()
-        images = []
-        for start, end in itertools.pairwise(offsets):
-            with Image.open(io.BytesIO(packed[start:end]), formats=["JPEG"]) as image:
-                images.append(np.asarray(image.convert("RGB")))
-        return np.stack(images)
+        images: Array = np.empty(0)
+        for place, (start, end) in enumerate(itertools.pairwise(offsets)):
+            with Image.open(io.BytesIO(data[start:end].tobytes()), formats=["JPEG"]) as image:
+                shape = (image.height, image.width, 3)
+                if place == 0:
+                    if image.height * image.width > MOST_PIXELS:
+                        raise ValueError(f"images must have at most {MOST_PIXELS:,} pixels, got {shape}")
+                    check_size((len(offsets) - 1) * math.prod(shape), len(data))
+                    images = np.empty((len(offsets) - 1, *shape), np.uint8)
+                if shape != images.shape[1:]:
+                    raise ValueError(f"all images must have one size, got {images.shape[1:3]} and {shape[:2]}")
+                images[place] = np.asarray(image.convert("RGB"))
+        return images
 
 
 # --- IDX (MNIST and its relatives) ----------------------------------------------------------------
@@ -128,18 +144,23 @@ def _read_idx(folder: Path, stem: str, dimensions: int) -> Array:
     if path is None:
         raise DataError(f"{folder}: expected a file {stem} or {stem}.gz, found none; put it beside the others")
     with reading(path, "an IDX file"):
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-        # Two zero bytes, the type (8: uint8), the number of dimensions, each of them as a big-endian uint32.
-        magic = bytes([0, 0, 8, dimensions])
-        if content[:4] != magic:
-            raise ValueError(f"it must begin with the bytes {magic.hex()}, got {content[:4].hex()}")
-        shape = np.frombuffer(content, ">u4", count=dimensions, offset=4).tolist()
-        values = np.frombuffer(content, np.uint8, offset=4 + 4 * dimensions)
-        if len(values) != np.prod(shape, dtype=object):
-            raise ValueError(f"{shape} values are announced, got {len(values)}")
-        return values.reshape(shape)
+        zipped = path.suffix == ".gz"
+        with gzip.open(path) if zipped else path.open("rb") as stream:
+            # Two zero bytes, the type (8: uint8), the number of dimensions, each of them as a big-endian uint32.
+            magic, got = bytes([0, 0, 8, dimensions]), stream.read(4)
+            if got != magic:
+                raise ValueError(f"it must begin with the bytes {magic.hex()}, got {got.hex()}")
+            shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
+            announced, stored = math.prod(shape), path.stat().st_size
+            there = announced if zipped else stored - stream.tell()
+            if there == announced:
+                check_size(announced, stored)
+                values = np.empty(shape, np.uint8)
+                # One byte more than there should be, which also makes gzip check its checksum.
+                there = fill(values, stream) + len(stream.read(1))
+            if there != announced:
+                raise ValueError(f"{list(shape)} values are announced, got {there}")
+            return values
 
 
 # --- CIFAR ----------------------------------------------------------------------------------------
@@ -196,15 +217,23 @@ def read_png_sheets(folder: Path) -> Arrays:
     )
 
 
+_MOST_ROWS = 10_000
+_LARGEST_LABELS = 16 * 2**20
+
+
 def _read_sheet(path: Path) -> Array:
     with reading(path, "a PNG sheet of 1,024 RGB pixels a row"), Image.open(path, formats=["PNG"]) as sheet:
         if sheet.mode != "RGB" or sheet.width != 1024:
             raise ValueError(f"it is {sheet.mode} and {sheet.width} wide")
+        if sheet.height > _MOST_ROWS:
+            raise ValueError(f"it has {sheet.height:,} rows, more than {_MOST_ROWS:,}")
         return np.asarray(sheet).reshape(-1, 32, 32, 3)
 
 
 def _read_json_labels(path: Path) -> Array:
     with reading(path, "a JSON list of labels"):
+        if (size := path.stat().st_size) > _LARGEST_LABELS:
+            raise ValueError(f"it has {size:,} bytes, more than {_LARGEST_LABELS:,}")
         return np.asarray(json.loads(path.read_text()))
 
 
@@ -218,7 +247,7 @@ def read_svhn_folder(folder: Path) -> Arrays:
 
 def _read_svhn(path: Path) -> Labelled:
     with reading(path, "a MATLAB file with X [32, 32, 3, N] and y [N, 1]"):
-        content = scipy.io.loadmat(str(path), variable_names=["X", "y"])
+        content = read_matrices(path, ("X", "y"))
         images, labels = labelled(path, "its", content["X"].transpose(3, 0, 1, 2), content["y"])
         if labels.min() < 1 or labels.max() > 10:
             raise ValueError(f"labels must lie from 1 to 10, got {labels.min()} to {labels.max()}")

@@ -7,8 +7,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 from gradveil.data.arrays import Array, Arrays, listing, reading, resize
+from gradveil.data.limits import MOST_PIXELS, check_size
 from gradveil.errors import DataError
 
+# Named one by one: Pillow also knows formats that start other programs (PostScript) or that nobody needs here.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+_GREY = ("1", "L", "LA")
+_STRIP = 64  # rows that are converted together, so that there is never a second copy of a whole image
 _IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"})
 
 
@@ -54,12 +59,15 @@ def _class_names(folder: Path) -> tuple[str, ...]:
 
 def _read_classes(folder: Path, classes: tuple[str, ...], size: int | None) -> tuple[list[Array], list[int]]:
     images, labels = [], []
+    pixels = stored = 0
     for label, name in enumerate(classes):
         if not (folder / name).is_dir():
             continue
         files = listing(folder / name)
         for file in files:
-            image = _read_image(file)
+            image = _read_image(file, pixels, stored)
+            if size is None:  # else the images that are kept have the size that was asked for
+                pixels, stored = pixels + image.nbytes, stored + file.stat().st_size
             images.append(image if size is None else resize(image[None], size)[0])
             labels.append(label)
         if not files:
@@ -67,15 +75,34 @@ def _read_classes(folder: Path, classes: tuple[str, ...], size: int | None) -> t
     return images, labels
 
 
-def _read_image(path: Path) -> Array:
-    with reading(path, "an 8-bit image", "convert it or move it out"), Image.open(path) as opened:
-        image = ImageOps.exif_transpose(opened)
-        if image.mode in ("I", "F") or image.mode.startswith("I;"):
-            raise ValueError(f"its mode {image.mode} has more than 8 bits a channel")
-        if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+def _read_image(path: Path, pixels: int, stored: int) -> Array:
+    """The pixels of an image; `pixels` and `stored` are the bytes of those before it, in memory and on disk."""
+    with reading(path, "an 8-bit image", "convert it or move it out"):
+        if not path.is_file():
+            raise ValueError("it is not a file")
+        with Image.open(path, formats=FORMATS) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}")
+            if image.mode in ("I", "F") or image.mode.startswith("I;"):
+                raise ValueError(f"its mode {image.mode} has more than 8 bits a channel")
+            channels = 1 if image.mode in _GREY else 3
+            check_size(pixels + image.width * image.height * channels, stored + path.stat().st_size)
+            ImageOps.exif_transpose(image, in_place=True)
+            return _pixels(image)
+
+
+def _pixels(image: Image.Image) -> Array:
+    """The pixels [H, W, C] with one channel for grey and three for colour."""
+    grey = image.mode in _GREY
+    pixels = np.empty((image.height, image.width, 1 if grey else 3), np.uint8)
+    for top in range(0, image.height, _STRIP):
+        strip = image.crop((0, top, image.width, min(top + _STRIP, image.height)))
+        if strip.has_transparency_data and strip.convert("RGBA").getchannel("A").getextrema() != (255, 255):
             raise ValueError("it is transparent in places")
-        pixels = np.asarray(image.convert("L" if image.mode in ("1", "L", "LA") else "RGB"))
-        return pixels if pixels.ndim == 3 else pixels[..., None]
+        pixels[top : top + _STRIP] = np.asarray(strip.convert("L" if grey else "RGB")).reshape(
+            strip.height, -1, pixels.shape[-1]
+        )
+    return pixels
 
 
 def _stack(folder: Path, images: list[Array], channels: int) -> Array:

@@ -8,7 +8,7 @@ import torch
 
 from gradveil import checks
 from gradveil.data import catalog, places
-from gradveil.data.arrays import Array, Arrays, Labelled, resize
+from gradveil.data.arrays import Array, Arrays, Labelled, images_at_once, resize
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.embedded import SOURCE as EMBEDDED_SOURCE
 from gradveil.data.embedded import read_embedded_mnist
@@ -64,13 +64,16 @@ def _load_named(name: str, size: int | None) -> Dataset:
 
 
 def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, ...], size: int | None) -> Dataset:
-    train, test = (arrays.train, arrays.test) if arrays.test else _hold_out(source, arrays.train)
+    if arrays.test:
+        splits = [_split(arrays.train, None, size), _split(arrays.test, None, size)]
+    else:
+        splits = [_split(arrays.train, chosen, size) for chosen in _hold_out(source, arrays.train[1])]
     return Dataset(
         name=name,
         classes=arrays.classes or known_classes or _numbered_classes(source, arrays.train[1]),
         source=source,
-        train=_split(train, size),
-        test=_split(test, size),
+        train=splits[0],
+        test=splits[1],
     )
 
 
@@ -84,9 +87,8 @@ def _numbered_classes(source: str, labels: Array) -> tuple[str, ...]:
     return tuple(str(label) for label in range(count))
 
 
-def _hold_out(source: str, labelled: Labelled) -> tuple[Labelled, Labelled]:
-    """Keep a fifth of each class, at least one image, as the test split, and shuffle both."""
-    images, labels = labelled
+def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
+    """Which images are for training, in a random order, and which are the test split: a fifth of each class."""
     # RandomState and not a Generator: its stream is frozen, so the split is the same with every numpy.
     rng = np.random.RandomState(SPLIT_SEED)
     held_out = np.zeros(len(labels), dtype=bool)
@@ -99,15 +101,20 @@ def _hold_out(source: str, labelled: Labelled) -> tuple[Labelled, Labelled]:
             )
         held_out[members[: max(1, round(TEST_SHARE * len(members)))]] = True
     order = rng.permutation(len(labels))
-    train, test = order[~held_out[order]], order[held_out[order]]
-    return (images[train], labels[train]), (images[test], labels[test])
+    return order[~held_out[order]], order[held_out[order]]
 
 
-def _split(labelled: Labelled, size: int | None) -> Split:
+def _split(labelled: Labelled, chosen: Array | None, size: int | None) -> Split:
+    """The chosen images, or all, channels first, copied a few at a time: whole copies would cost thrice the result."""
     images, labels = labelled
-    if size is not None and images.shape[1:3] != (size, size):
-        images = resize(images, size)
-    return Split(
-        torch.from_numpy(np.array(images.transpose(0, 3, 1, 2), order="C")),
-        torch.from_numpy(labels.astype(np.int64)),
-    )
+    count = len(labels) if chosen is None else len(chosen)
+    height, width, channels = images.shape[1:]
+    resized = size is not None and (height, width) != (size, size)
+    sides = (size, size) if size is not None else (height, width)
+    turned = np.empty((count, channels, *sides), np.uint8)
+    step = images_at_once(images.shape[1:])
+    for start in range(0, count, step):
+        part = images[start : start + step] if chosen is None else images[chosen[start : start + step]]
+        turned[start : start + step] = (resize(part, sides[0]) if resized else part).transpose(0, 3, 1, 2)
+    kept = labels.copy() if chosen is None else labels[chosen]
+    return Split(torch.from_numpy(turned), torch.from_numpy(kept))

@@ -1,9 +1,8 @@
 """Learned perceptual image patch similarity (LPIPS) on AlexNet features."""
 
 import os
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil.data.npz import read_arrays
 from gradveil.errors import DataError, InputError
 from gradveil.metrics.images import check_pair
 
@@ -95,10 +95,8 @@ class Lpips:
     def load(cls, path: str | os.PathLike[str]) -> "Lpips":
         """Read the weights from an npz file."""
         try:
-            # Opened here, since numpy leaves a file open that turns out not to be an archive.
-            with open(path, "rb") as stream, np.lib.npyio.NpzFile(stream, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in ARRAY_SHAPES if name in file}
-        except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+            arrays = read_arrays(Path(path), ARRAY_SHAPES)
+        except DataError as error:
             raise DataError(
                 f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with {_COMMAND}"
             ) from error

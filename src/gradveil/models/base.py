@@ -108,8 +108,9 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
     """Build the model called `name` in training mode; the global random state is left as it was.
 
     Args:
-        name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of one's own: the function is called with
-            `input_shape`, `classes` and the parameters, and returns the module.
+        name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of one's own: the file is run as Python code, with
+            all rights of the caller, and the function is called with `input_shape`, `classes` and the parameters, and
+            returns the module. Never name a file that you would not run.
         input_shape: channels, height and width of one image.
         classes: how many logits come out.
         seed: of the initial weights; the same seed gives the same weights.
@@ -149,7 +150,7 @@ def describe(name: str) -> Description:
 
 
 def _create_from_file(reference: str, **arguments: object) -> nn.Module:
-    """Run a user's Python file and call its function."""
+    """Run a user's Python file, with all that it may do, and call its function."""
     path, at, function = reference.rpartition("@")
     if not at:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, got no function; write {reference}@NAME")
@@ -159,7 +160,8 @@ def _create_from_file(reference: str, **arguments: object) -> nn.Module:
     if spec is None or spec.loader is None:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Not by the loader, which would run a compiled copy that lies in __pycache__: digests are taken of the file itself.
+    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
     factory = getattr(module, function, None)
     if not callable(factory):
         raise InputError(f"{reference}: {path} has no function {function!r}")

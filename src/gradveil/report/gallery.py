@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradveil.audit.store import BLIND_GUESS
-from gradveil.report.images import load, original
 from gradveil.report.read import ADAPTIVE, Attempt, Audit, title
 from gradveil.report.scores import score
 
@@ -43,7 +42,7 @@ class Figure:
 
 def figures(audit: Audit) -> list[Figure]:
     """One figure an attack, with the originals and the blind guess on top and the adaptive attacker below the plain."""
-    originals = [_shot(audit, original(victim), "", f"original of victim {victim}") for victim in _shown(audit)]
+    originals = [_shot(audit.original(victim), "", f"original of victim {victim}") for victim in _shown(audit)]
     top = [Strip("original", "what the client has", originals)]
     if audit.blind:
         note = f"median {score(audit.blind).psnr:.1f} dB"
@@ -58,15 +57,9 @@ def figures(audit: Audit) -> list[Figure]:
 
 
 def victim_names(audit: Audit) -> list[str]:
-    """What each shown victim is, as far as the config tells."""
-    names = audit.config.get("classes") or []
-    labels = audit.config.get("victim_labels") or []
-    described = []
-    for victim in _shown(audit):
-        known = labels[victim] if victim < len(labels) else []
-        words = [str(names[label]) if label < len(names) else str(label) for label in known]
-        described.append(", ".join(words) or f"victim {victim}")
-    return described
+    """What each shown victim is."""
+    names, labels = audit.config["classes"], audit.config["victim_labels"]
+    return [", ".join(names[label] for label in labels[victim]) for victim in _shown(audit)]
 
 
 def _shown(audit: Audit) -> range:
@@ -96,11 +89,11 @@ def _attempt_shot(audit: Audit, name: str, row: Attempt | None) -> Shot:
     judged = None if row.defense is None else row.leaked
     words = {None: "", True: ", leaked", False: ", not leaked"}[judged]
     description = f"{name}, victim {row.victim}: PSNR {row.psnr:.1f} dB, SSIM {row.ssim:.2f}{words}"
-    return _shot(audit, row.image, f"{row.psnr:.1f} dB", description, judged)
+    return _shot(audit.picture(row), f"{row.psnr:.1f} dB", description, judged)
 
 
-def _shot(audit: Audit, image: str | None, caption: str, description: str, leaked: bool | None = None) -> Shot:
-    if image is None or load(audit.folder, image) is None:
+def _shot(content: bytes | None, caption: str, description: str, leaked: bool | None = None) -> Shot:
+    if content is None:
         return Shot(None, caption, f"{description} (no image)", leaked)
-    encoded = base64.b64encode((audit.folder / image).read_bytes()).decode()
+    encoded = base64.b64encode(content).decode()
     return Shot(f"data:image/png;base64,{encoded}", caption, description, leaked)

@@ -1,27 +1,50 @@
 """The images of an audit folder."""
 
+import hashlib
+from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
+from gradveil.audit.schema import DIGITS
 from gradveil.errors import DataError
 
-
-def original(victim: int) -> str:
-    """Where an audit keeps a victim's image."""
-    return f"images/original-v{victim}.png"
+_ROOM = 1_000_000  # bytes that a PNG may have beyond its pixels
 
 
-def load(folder: Path, name: str) -> Image.Image | None:
-    """The PNG `name` of an audit folder, None if it is not there."""
+def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> bytes | None:
+    """The PNG `name` of an audit folder, None if it is not there.
+
+    Args:
+        folder: the audit's folder.
+        name: the path inside it.
+        digest: of the file, as the row has it.
+        size: width and height that it must have, so that nothing larger is ever decoded.
+    """
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
         raise DataError(f"image {name!r}: expected a path inside the audit folder, got one outside; correct the row")
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        with Image.open(path, formats=["PNG"]) as image:
+        if not path.is_file() or path.stat().st_size > 4 * size[0] * size[1] + _ROOM:
+            raise ValueError(f"it must be a file that {size[0]} x {size[1]} pixels account for")
+        content = path.read_bytes()
+        if (got := hashlib.sha256(content).hexdigest()[:DIGITS]) != digest:
+            raise ValueError(f"its digest must be {digest}, as its row has it, and is {got}: it is another image")
+        with Image.open(BytesIO(content), formats=["PNG"]) as image:
+            if image.size != size:
+                raise ValueError(f"it must have {size[0]} x {size[1]} pixels and has {image.width} x {image.height}")
             image.load()
-            return image.convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:
-        raise DataError(f"{name}: expected a PNG, could not read it ({error}); run the audit again") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(
+            f"{name}: expected the PNG that the audit wrote, could not use this one ({error}); bring it back, or "
+            "remove it and the rows that name it and run them again with --resume"
+        ) from error
+    return content
+
+
+def opened(content: bytes) -> Image.Image:
+    """What `load` returned, as pixels."""
+    with Image.open(BytesIO(content), formats=["PNG"]) as image:
+        return image.convert("RGB")

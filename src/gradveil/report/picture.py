@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
-from gradveil.report.images import load, original
+from gradveil.report.images import opened
 from gradveil.report.read import Attempt, Audit, title
 from gradveil.report.scores import strongest
 
@@ -61,7 +61,7 @@ def overview(audit: Audit) -> Image.Image:
 
 def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MOST_VICTIMS))
-    originals = [load(audit.folder, original(victim)) for victim in victims]
+    originals = [_opened(audit.original(victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
     return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
@@ -80,18 +80,20 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
         label.append((note, NOTE, LEAK if result.leaked else SAFE))
     else:
         label.append(("not attacked yet", NOTE, QUIET))
-    names = [found[victim].image if victim in found else None for victim in victims]
     return _Row(
         label,
-        [load(audit.folder, name) if name else None for name in names],
+        [_opened(audit.picture(found[victim])) if victim in found else None for victim in victims],
         [victim in found and found[victim].leaked for victim in victims],
     )
 
 
+def _opened(content: bytes | None) -> Image.Image | None:
+    return None if content is None else opened(content)
+
+
 def _heading(audit: Audit) -> str:
     what = "What the strongest attack recovers" if audit.attempts else "No attack has finished yet"
-    where = [str(audit.config[key]) for key in ("dataset", "model") if key in audit.config]
-    return f"{what} ({', '.join(where)})" if where else what
+    return f"{what} ({audit.config['dataset']}, {audit.config['model']})"
 
 
 def _enlarge(image: Image.Image, cell: int) -> Image.Image:

@@ -1,14 +1,15 @@
 """The files of an audit folder as plain objects: what was asked, what was measured, what is still missing."""
 
-import json
-import math
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY
-from gradveil.errors import DataError
+from gradveil.audit.folder import read_audit, read_rows, strengths
+from gradveil.audit.schema import DIGEST
+from gradveil.audit.store import BLIND_GUESS, Row
+from gradveil.report import images
 
 UNDEFENDED = "none"
 ADAPTIVE = " (adaptive)"
@@ -22,7 +23,8 @@ class Attempt:
     without the word that marks an adaptive attacker. The blind guess has no defense. `bound_mse` is the least mean
     squared error of any attacker on smoothed images under the defense; None: no bound is known. `power` is how much of
     the update the defense changed. The losses are the attacker's own: when the search began, after nine tenths of it,
-    at its end, and at the end of each restart. Older audits have none of these.
+    at its end, and at the end of each restart. `image_digest` and `original_digest` are those of the image and, for the
+    blind guess, of the victim's own, as they were written.
     """
 
     defense: str | None
@@ -45,6 +47,8 @@ class Attempt:
     loss_start: float | None = None
     loss_late: float | None = None
     loss_restarts: tuple[float, ...] = ()
+    image_digest: str | None = None
+    original_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,19 @@ class Audit:
         """The attack without the word that marks an adaptive attacker."""
         return attack.removesuffix(ADAPTIVE)
 
+    def original(self, victim: int) -> bytes | None:
+        """The victim's own image as a PNG; None if there is none."""
+        digest = next((row.original_digest for row in self.blind if row.victim == victim), None)
+        return None if digest is None else self._image(f"images/original-v{victim}.png", digest)
+
+    def picture(self, row: Attempt) -> bytes | None:
+        """What an attack made of a victim, as a PNG; None if there is none."""
+        return None if row.image is None else self._image(row.image, row.image_digest)
+
+    def _image(self, name: str, digest: str | None) -> bytes | None:
+        _, height, width = self.config["input_shape"]
+        return images.load(self.folder, name, digest, (width * self.images, height))
+
     def missing_attempts(self) -> list[tuple[str, str, int]]:
         """(defense, attack, victim) of every row that was asked for and is not there."""
         done = {(row.defense, row.attack, row.victim) for row in self.attempts}
@@ -157,37 +174,30 @@ def read(folder: Path) -> Audit:
     """Read an audit folder, finished or not.
 
     A last line that was cut short by a kill is left out and its file named in `torn`; anything else that is
-    broken raises `DataError` with the file and the line.
+    broken, or belongs to another audit, raises `DataError` with the file and the line. Nothing that the folder names
+    is run.
     """
     folder = Path(folder)
-    config = _read_config(folder / CONFIG)
-    torn: list[str] = []
-    rows = [_attempt(fields) for fields in _read_lines(folder / RESULTS, torn)]
-    utility = [_utility(fields) for fields in _read_lines(folder / UTILITY, torn)]
-    matches = [_matched(fields) for fields in _read_lines(folder / MATCHES, torn)]
-    _refuse_repeats(RESULTS, [(row.defense, row.attack, row.victim) for row in rows])
-    _refuse_repeats(UTILITY, [(row.defense,) for row in utility])
-    _refuse_repeats(MATCHES, [(row.asked,) for row in matches])
-
+    config = read_audit(folder)
+    found = read_rows(folder, config)
+    rows = [_attempt(row) for row in found.results]
     attempts = tuple(row for row in rows if row.attack != BLIND_GUESS)
-    methods = config.texts("attacks")
-    chosen = {row.asked: row.found for row in matches}
-    at_strength = [(asked, chosen.get(asked, asked)) for asked in config.texts("defenses")]
-    defenses = {asked: found for asked, found in at_strength if found is not None}
+    methods = config["attacks"]
+    defenses = {asked: spec for spec, asked in strengths(config, found.matches).items()}
     return Audit(
         folder=folder,
-        config=config.values,
+        config={key: value for key, value in config.items() if key != DIGEST},
         defenses=tuple(defenses.values()),
         attacks=tuple(_variants(methods, attempts)),
         methods=tuple(methods),
-        expected=tuple(_expected(config, defenses, methods, attempts)),
-        victims=config.count("victims"),
-        images=config.count("batch_size") * (config.count("aggregated") if "aggregated" in config.values else 1),
+        expected=tuple(_expected(config, defenses)),
+        victims=config["victims"],
+        images=config["batch_size"] * config["aggregated"],
         attempts=attempts,
         blind=tuple(row for row in rows if row.attack == BLIND_GUESS),
-        utility={row.defense: row for row in utility},
-        matches=tuple(matches),
-        torn=tuple(torn),
+        utility={row.defense: row for row in map(_utility, found.utility)},
+        matches=tuple(map(_matched, found.matches)),
+        torn=found.torn,
     )
 
 
@@ -201,147 +211,38 @@ def title(defense: str) -> str:
     return "no defense" if defense == UNDEFENDED else defense
 
 
-class _Fields:
-    """One JSON object with checked access; every complaint names the file and the line."""
-
-    def __init__(self, where: str, values: object) -> None:
-        if not isinstance(values, dict):
-            raise DataError(f"{where}: expected a JSON object, got {_short(values)}; {_REMEDY}")
-        self.where = where
-        self.values: dict[str, Any] = values
-
-    def number(self, key: str) -> float:
-        value = self.optional_number(key)
-        if value is None:
-            raise self._wrong(key, "a number")
-        return value
-
-    def optional_number(self, key: str) -> float | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise self._wrong(key, "a finite number")
-        return float(value)
-
-    def count(self, key: str) -> int:
-        value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise self._wrong(key, "a whole number of at least 0")
-        return value
-
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
-
-    def text(self, key: str) -> str:
-        value = self.optional_text(key)
-        if value is None:
-            raise self._wrong(key, "a text")
-        return value
-
-    def optional_text(self, key: str) -> str | None:
-        value = self.values.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self._wrong(key, "a text")
-        return value
-
-    def choice(self, key: str, known: Sequence[str]) -> str:
-        value = self.text(key)
-        if value not in known:
-            raise self._wrong(key, f"one of {', '.join(known)}")
-        return value
-
-    def texts(self, key: str) -> list[str]:
-        value = self.values.get(key)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, "a list of texts")
-        return value
-
-    def numbers(self, key: str) -> tuple[float, ...]:
-        """A list of numbers; none where the key is absent."""
-        value = self.values.get(key)
-        if value is None:
-            return ()
-        if not isinstance(value, list) or not all(isinstance(item, int | float) for item in value):
-            raise self._wrong(key, "a list of numbers")
-        return tuple(float(item) for item in value)
-
-    def pairs(self, key: str) -> set[tuple[str, str]] | None:
-        """A list of pairs of texts; None where the key is absent."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, list) or not all(isinstance(item, list) and len(item) == 2 for item in value):
-            raise self._wrong(key, "a list of pairs")
-        return {(str(first), str(second)) for first, second in value}
-
-    def _wrong(self, key: str, expected: str) -> DataError:
-        got = _short(self.values[key]) if key in self.values else "nothing"
-        return DataError(f"{self.where}: {key!r} must be {expected}, got {got}; {_REMEDY}")
-
-
-_REMEDY = "mend or remove it, or run the audit again into another folder"
-
-
-def _attempt(fields: _Fields) -> Attempt:
-    method = fields.text("attack_spec")
-    blind = method == BLIND_GUESS
-    knows = not blind and fields.flag("adaptive")
+def _attempt(row: Row) -> Attempt:
+    method = row["attack_spec"]
     return Attempt(
-        defense=None if blind else fields.text("defense_spec"),
-        attack=adaptive(method) if knows else method,
+        defense=row["defense_spec"],
+        attack=adaptive(method) if row["adaptive"] else method,
         method=method,
-        adaptive=knows,
-        victim=fields.count("victim"),
-        psnr=fields.number("psnr"),
-        ssim=fields.number("ssim"),
-        lpips=fields.optional_number("lpips"),
-        noise_ratio=fields.optional_number("noise_ratio"),
-        label_correct=fields.optional_number("label_correct"),
-        leaked=fields.flag("leaked"),
-        seconds=fields.optional_number("seconds"),
-        image=fields.optional_text("image"),
-        mse=fields.optional_number("mse"),
-        bound_mse=fields.optional_number("bound_mse"),
-        power=fields.optional_number("power"),
-        loss=fields.optional_number("loss"),
-        loss_start=fields.optional_number("loss_start"),
-        loss_late=fields.optional_number("loss_late"),
-        loss_restarts=fields.numbers("loss_restarts"),
+        loss_restarts=tuple(row["loss_restarts"] or ()),
+        **{name: row[name] for name in _SAME_IN_ATTEMPT},
     )
 
 
-def _utility(fields: _Fields) -> Utility:
+def _utility(row: Row) -> Utility:
     return Utility(
-        defense=fields.text("defense_spec"),
-        accuracy=fields.number("accuracy"),
-        baseline_accuracy=fields.optional_number("baseline_accuracy"),
-        pmm=fields.optional_number("pmm"),
-        loss=fields.optional_number("loss"),
-        round_seconds=fields.optional_number("round_seconds"),
-        upload_bytes=fields.optional_number("upload_bytes"),
-        download_bytes=fields.optional_number("download_bytes"),
-        history=fields.numbers("history"),
-        diverged=fields.values.get("diverged") is not None,
-        privacy=fields.optional_text("privacy"),
-        epsilon=fields.optional_number("epsilon"),
+        defense=row["defense_spec"],
+        history=tuple(row["history"]),
+        diverged=row["diverged"] is not None,
+        **{name: row[name] for name in _SAME_IN_UTILITY},
     )
 
 
-def _matched(fields: _Fields) -> Matched:
-    return Matched(
-        asked=fields.text("asked"),
-        found=fields.optional_text("found"),
-        kind=fields.choice("kind", ("accuracy", "power", "bytes")),
-        target=fields.number("target"),
-        tolerance=fields.number("tolerance"),
-        cost=fields.optional_number("cost"),
-        tries=fields.count("tries"),
-        reason=fields.optional_text("reason"),
-    )
+def _matched(row: Row) -> Matched:
+    return Matched(**{field.name: row[field.name] for field in dataclasses.fields(Matched)})
+
+
+# What a row and its object call by one name.
+_SAME_IN_ATTEMPT = {field.name for field in dataclasses.fields(Attempt)} - {
+    "defense",
+    "attack",
+    "method",
+    "loss_restarts",
+}
+_SAME_IN_UTILITY = {field.name for field in dataclasses.fields(Utility)} - {"defense", "history", "diverged"}
 
 
 def _variants(methods: Iterable[str], attempts: Sequence[Attempt]) -> Iterator[str]:
@@ -354,68 +255,13 @@ def _variants(methods: Iterable[str], attempts: Sequence[Attempt]) -> Iterator[s
             yield adaptive(method)
 
 
-def _expected(
-    config: _Fields, defenses: Mapping[str, str], methods: Sequence[str], attempts: Sequence[Attempt]
-) -> Iterator[tuple[str, str]]:
-    """The pairs of defense and attack that were to run; where the config does not say, those that have rows."""
-    pairs = config.pairs("adapted")
-    run = {(row.defense, row.attack) for row in attempts}
+def _expected(config: Row, defenses: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The pairs of defense and attack that were to run."""
+    adapted = {(defense, attack) for defense, attack in config["adapted"]}
     for asked, defense in defenses.items():
-        for method in methods:
+        for method in config["attacks"]:
             both = (defense, method), (defense, adaptive(method))
-            if pairs is None:
-                yield from [pair for pair in both if pair in run] or both[:1]
-            elif (asked, method) not in pairs:
+            if (asked, method) not in adapted:
                 yield both[0]
             else:
-                yield from both[1:] if config.values.get("adaptive") else both
-
-
-def _read_config(path: Path) -> _Fields:
-    if not path.is_file():
-        raise DataError(f"{path}: no such file, so this is not an audit folder; `gradveil audit --out DIR` makes one")
-    return _Fields(path.name, _parse(path.name, path.read_bytes()))
-
-
-def _read_lines(path: Path, torn: list[str]) -> list[_Fields]:
-    """The objects of a jsonl file, none if it does not exist.
-
-    A kill can cut only the last line short, which then has no line end: that one is left out and its file
-    noted in `torn`.
-    """
-    if not path.is_file():
-        return []
-    *lines, rest = path.read_bytes().split(b"\n")
-    rows = [
-        _Fields(where, _parse(where, line))
-        for where, line in ((f"{path.name} line {number}", line) for number, line in enumerate(lines, 1))
-        if line.strip()
-    ]
-    if rest.strip():
-        where = f"{path.name} line {len(lines) + 1}"
-        try:
-            rows.append(_Fields(where, _parse(where, rest)))
-        except DataError:
-            torn.append(path.name)
-    return rows
-
-
-def _parse(where: str, text: bytes) -> object:
-    try:
-        return json.loads(text)
-    except ValueError as error:  # covers bad JSON and bad UTF-8
-        raise DataError(f"{where}: expected JSON, got {_short(text)} ({error}); {_REMEDY}") from error
-
-
-def _refuse_repeats(file: str, keys: Sequence[tuple[object, ...]]) -> None:
-    seen: set[tuple[object, ...]] = set()
-    for key in keys:
-        if key in seen:
-            words = ", ".join(str(part) for part in key)
-            raise DataError(f"{file}: two rows for ({words}) would be counted twice; remove one of them")
-        seen.add(key)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+                yield from both[1:] if config["adaptive"] else both

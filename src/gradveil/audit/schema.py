@@ -1,0 +1,327 @@
+"""What the files of an audit folder may hold: a kind for every key, checked before anything else is done with a folder.
+
+A folder may come from somebody else, or may have been damaged or mixed up with another. So every key has a type and a
+range, unknown and missing keys are refused, and every object carries a digest over its own text.
+"""
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from gradveil.errors import DataError
+
+DIGEST = "digest"
+DIGITS = 16
+REMEDY = "mend or remove it, or run the audit again into another folder"
+ROUNDING = 1e-6  # a mean of values at the end of a range may lie this far outside
+
+MOST_TEXT = 10_000
+MOST_COMMAND = 1_000_000
+MOST_METHODS = 200  # defenses, and attacks, of one audit
+MOST_CLASSES = 65_536
+MOST_ITEMS = 1_000_000
+MOST_COUNT = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a value must be, in words and as a check.
+
+    Args:
+        words: what is expected, as an error says it.
+        holds: whether a value is that.
+
+    Example:
+        >>> share = Kind("a number from 0 to 1", lambda value: isinstance(value, float) and 0 <= value <= 1)
+        >>> share.holds(0.5), share.holds("much")
+        (True, False)
+    """
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+Schema = Mapping[str, Kind]
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:,}" if isinstance(bound, int) else f"{bound:g}"
+
+
+def _range(low: float, high: float) -> str:
+    if math.isfinite(low) and math.isfinite(high):
+        return f" from {_plain(low)} to {_plain(high)}"
+    return f" of at least {_plain(low)}" if math.isfinite(low) else ""
+
+
+def number(low: float = -math.inf, high: float = math.inf) -> Kind:
+    """A finite number in a range; true and false are none."""
+
+    def holds(value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        # An int may be too large for a float, and compares all the same.
+        return low - ROUNDING <= value <= high + ROUNDING and (isinstance(value, int) or math.isfinite(value))
+
+    return Kind(f"a finite number{_range(low, high)}", holds)
+
+
+def whole(low: int, high: int = MOST_COUNT) -> Kind:
+    """A whole number in a range."""
+    return Kind(
+        f"a whole number{_range(low, high)}",
+        lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
+    )
+
+
+def text(longest: int = MOST_TEXT) -> Kind:
+    """A text that a terminal shows as it is: a control character could rewrite what the terminal shows."""
+    return Kind(
+        f"a text of at most {longest:,} printable characters",
+        lambda value: isinstance(value, str) and len(value) <= longest and value.isprintable(),
+    )
+
+
+def digest() -> Kind:
+    """What `digest_of` returns."""
+    return Kind(
+        f"{DIGITS} hexadecimal digits",
+        lambda value: isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", value) is not None,
+    )
+
+
+def choice(*known: str) -> Kind:
+    """One of some words."""
+    return Kind(f"one of {', '.join(known)}", lambda value: isinstance(value, str) and value in known)
+
+
+def optional(kind: Kind) -> Kind:
+    """Or null."""
+    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
+
+
+def listing(kind: Kind, most: int = MOST_ITEMS) -> Kind:
+    """A list of one kind."""
+    return Kind(
+        f"a list of at most {most:,}, each {kind.words}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.holds, value)),
+    )
+
+
+def record(schema: Schema) -> Kind:
+    """An object with exactly these keys."""
+    return Kind(
+        f"an object with {', '.join(schema)}",
+        lambda value: (
+            isinstance(value, dict)
+            and value.keys() == schema.keys()
+            and all(kind.holds(value[key]) for key, kind in schema.items())
+        ),
+    )
+
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+WORDS = Kind("a text", lambda value: isinstance(value, str) and len(value) <= MOST_TEXT)  # shown on the page only
+SHARE = number(0, 1)
+AMOUNT = number(0)
+ANY_NUMBER = number()
+PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec says the same
+IMAGE_NAME = r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png"
+IMAGE = Kind(
+    "a path images/NAME.png", lambda value: isinstance(value, str) and re.fullmatch(IMAGE_NAME, value) is not None
+)
+
+SETTINGS: Schema = {
+    "dataset": text(),
+    "model": text(),
+    "defenses": listing(text(), MOST_METHODS),
+    "attacks": listing(text(), MOST_METHODS),
+    "victims": whole(1, MOST_ITEMS),
+    "batch_size": whole(1, MOST_ITEMS),
+    "labels": choice("infer", "known"),
+    "adaptive": optional(FLAG),
+    "aggregated": whole(1, MOST_ITEMS),
+    "match": optional(text(100)),
+    "chunk": whole(1, MOST_ITEMS),
+    "rounds": whole(1),
+    "clients": whole(1),
+    "client_batch": whole(1),
+    "lr": number(0, 1e6),
+    "seed": whole(0, 2**63 - 1),
+}
+"""What `AuditConfig` is made of."""
+
+CONFIG_SCHEMA: Schema = {
+    "gradveil": text(100),
+    "command": text(MOST_COMMAND),
+    **SETTINGS,
+    "adapted": listing(listing(text(), 2), MOST_METHODS**2),
+    "dataset_source": WORDS,
+    "data_digest": digest(),
+    "input_shape": listing(whole(1, 1_000_000), 3),
+    "classes": listing(WORDS, MOST_CLASSES),
+    "parameters": whole(1, 10**15),
+    "weights_digest": digest(),
+    "model_file_digest": optional(digest()),
+    "victim_labels": listing(listing(whole(0, MOST_CLASSES))),
+    "lpips": FLAG,
+    "torch": text(100),
+    "threads": whole(1, 65_536),
+    "platform": text(1000),
+    DIGEST: digest(),
+}
+
+RESULT_SCHEMA: Schema = {
+    "defense": optional(text()),
+    "defense_params": PARAMETERS,
+    "defense_spec": optional(text()),
+    "attack": text(),
+    "attack_params": PARAMETERS,
+    "attack_spec": text(),
+    "adaptive": FLAG,
+    "server": choice("passive", "active"),
+    "dataset": text(),
+    "model": text(),
+    "seed": whole(0, 2**63 - 1),
+    "victim": whole(0, MOST_ITEMS),
+    "batch_size": whole(1, MOST_ITEMS),
+    "aggregated": whole(1, MOST_ITEMS),
+    "mse": SHARE,
+    "psnr": number(0, 100),
+    "ssim": number(-1, 1),
+    "lpips": optional(number(0, 1000)),
+    "noise_ratio": optional(SHARE),
+    "label_correct": optional(SHARE),
+    "leaked": FLAG,
+    "power": optional(AMOUNT),
+    "bound_mse": optional(AMOUNT),
+    "trained_on": optional(
+        record({"mse": SHARE, "psnr": number(0, 100), "ssim": number(-1, 1), "lpips": optional(number(0, 1000))})
+    ),
+    "loss": optional(ANY_NUMBER),
+    "loss_start": optional(ANY_NUMBER),
+    "loss_late": optional(ANY_NUMBER),
+    "loss_restarts": optional(listing(ANY_NUMBER, 100_000)),
+    "iterations": whole(0),
+    "seconds": optional(AMOUNT),
+    "image": optional(IMAGE),
+    "image_digest": optional(digest()),
+    "original_digest": optional(digest()),
+    "audit": digest(),
+    DIGEST: digest(),
+}
+
+UTILITY_SCHEMA: Schema = {
+    "defense": text(),
+    "defense_params": PARAMETERS,
+    "defense_spec": text(),
+    "accuracy": SHARE,
+    "baseline_accuracy": SHARE,
+    "pmm": optional(AMOUNT),
+    "loss": optional(ANY_NUMBER),
+    "round_seconds": optional(AMOUNT),
+    "upload_bytes": optional(AMOUNT),
+    "download_bytes": optional(AMOUNT),
+    "history": listing(SHARE, 100_000),
+    "diverged": optional(whole(0)),
+    "privacy": optional(text()),
+    "epsilon": optional(AMOUNT),
+    "audit": digest(),
+    DIGEST: digest(),
+}
+
+MATCH_SCHEMA: Schema = {
+    "asked": text(),
+    "found": optional(text()),
+    "kind": choice("accuracy", "power", "bytes"),
+    "target": AMOUNT,
+    "tolerance": AMOUNT,
+    "cost": optional(ANY_NUMBER),
+    "tries": whole(0, 10_000),
+    "reason": optional(text()),
+    "audit": digest(),
+    DIGEST: digest(),
+}
+
+
+def digest_of(values: Mapping[str, Any]) -> str:
+    """Over everything but the digest itself, whatever the order of the keys.
+
+    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1, "digest": "-"})
+    True
+    >>> digest_of({"a": 1}) == digest_of({"a": 1.0})
+    False
+    """
+    kept = {key: value for key, value in values.items() if key != DIGEST}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:DIGITS]
+
+
+def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with their digest.
+
+    It tells damage, hand edits and mix-ups; somebody who recomputes it can write what they like.
+    """
+    return {**values, DIGEST: digest_of(values)}
+
+
+def check_seal(where: str, values: Mapping[str, Any]) -> None:
+    """Refuse values that are no longer those that were written."""
+    if values[DIGEST] != digest_of(values):
+        raise DataError(
+            f"{where}: expected values with the digest {values[DIGEST]}, got others ({digest_of(values)}), so it was "
+            f"damaged or edited since it was written; {REMEDY}"
+        )
+
+
+def check(where: str, values: Mapping[str, Any], schema: Schema) -> None:
+    """Refuse values that are not of the kinds of a schema, by key."""
+    for key, kind in schema.items():
+        if key not in values or not kind.holds(values[key]):
+            refuse(where, key, kind.words, short(values[key]) if key in values else "nothing")
+    if unknown := sorted(values.keys() - schema.keys()):
+        raise DataError(f"{where}: expected only the keys that gradveil writes, got also {short(unknown[0])}; {REMEDY}")
+
+
+def refuse(where: str, key: str, expected: str, got: str) -> NoReturn:
+    """Raise the error for one key."""
+    raise DataError(f"{where}: {key!r} must be {expected}, got {got}; {REMEDY}")
+
+
+def parse(where: str, content: bytes) -> dict[str, Any]:
+    """One JSON object; NaN, infinities and keys that are there twice are refused."""
+    try:
+        values = json.loads(content, parse_constant=_no_number, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:  # covers bad JSON, bad UTF-8 and numbers of thousands of digits
+        raise DataError(f"{where}: expected JSON, got {short(content)} ({error}); {REMEDY}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{where}: expected a JSON object, got {short(values)}; {REMEDY}")
+    return values
+
+
+def short(value: object) -> str:
+    """A value for an error message, in one line and not too long."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
+        return "a number of more than 18 digits"  # Python refuses to print very long ones
+    try:
+        words = repr(value[:200] if isinstance(value, str | bytes | list) else value)
+    except ValueError:  # such a number somewhere inside
+        words = f"a {type(value).__name__}"
+    return words if len(words) <= 60 else f"{words[:57]}..."
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is no number")
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in values:
+            raise ValueError(f"the key {short(key)} is there twice")
+        values[key] = value
+    return values
