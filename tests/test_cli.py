@@ -353,9 +353,13 @@ def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_comma
     file.write_text(words.format("nn.Flatten(), nn.Sigmoid()"))
     asked = f"train --model {file}@build --rounds 1 --clients 2 --batch-size 4 --out {tmp_path / 'out'}".split()
     assert gradveil_command(*asked)[0] == 0
-    assert gradveil_command("train", "--resume", "--out", tmp_path / "out")[0] == 0
-    file.write_text(words.format("nn.Flatten(), nn.ReLU()"))
     code, _, err = gradveil_command("train", "--resume", "--out", tmp_path / "out")
+    assert code == 2  # a folder must not run code that nobody named
+    assert "--resume runs no code that was not named; if you trust that file: gradveil train" in err
+    named = ("train", "--resume", "--out", tmp_path / "out", "--model", f"{file}@build")
+    assert gradveil_command(*named)[0] == 0
+    file.write_text(words.format("nn.Flatten(), nn.ReLU()"))
+    code, _, err = gradveil_command(*named)
     assert code == 2
     assert "has changed since; choose another --out, or bring the file back" in err
 

@@ -332,7 +332,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 )
     except KeyboardInterrupt:
         if checkpoints is not None:
-            say(f"stopped. Go on with: {shlex.join(['gradveil', 'train', '--resume', '--out', str(output)])}")
+            say(f"stopped. Go on with: {_resume_training(checkpoints.parent, settings.model)}")
         else:
             why = "there was no --out" if output is None else "Flower's simulation keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
@@ -458,6 +458,11 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
         if name in given - {"compare"} and asked[name] != saved[name]:
             change = f"{name} was {saved[name]}, is {asked[name]}"
             raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
+    if "model" not in given and is_model_file(saved["model"]):
+        raise OutputError(
+            f"train: {folder} was begun with the model {saved['model']}, a file whose code would run, and --resume "
+            f"runs no code that was not named; if you trust that file: {_resume_training(folder, saved['model'])}"
+        )
     settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
     if model_file_digest(settings.model) != began_with:
         raise OutputError(
@@ -465,6 +470,12 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
             "choose another --out, or bring the file back"
         )
     return settings
+
+
+def _resume_training(folder: Path, model: str) -> str:
+    """The command that goes on with a training; a model that is a file has to be named again."""
+    named = ["--model", model] if is_model_file(model) else []
+    return shlex.join(["gradveil", "train", "--resume", "--out", str(folder), *named])
 
 
 def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:

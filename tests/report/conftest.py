@@ -11,7 +11,8 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from gradveil.audit.schema import sealed
-from gradveil.audit.store import command_line, file_digest, write_json
+from gradveil.audit.store import command_line, file_digest
+from gradveil.folders import write_json
 from gradveil.registry import format_spec
 
 Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
