@@ -455,6 +455,14 @@ class Task:
         self._check_inputs(inputs)
         return self._call(self._evaluating, self.parameters, self.buffers, inputs)
 
+    def loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of outputs that are there already."""
+        return self._loss(outputs, labels)
+
+    def classes_of(self, outputs: Tensor) -> Tensor:
+        """The class that each example's outputs name: the largest, or of a single logit its sign."""
+        return (outputs[:, 0] > 0).long() if self.loss_name == "logistic" else outputs.argmax(1)
+
     @torch.no_grad()
     def updated_buffers(self, inputs: Tensor) -> Gradients:
         """What training on `inputs` would make of the batch-norm statistics; empty for a model without them."""

@@ -327,7 +327,7 @@ def test_layers_to_mute_must_exist(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
     with pytest.raises(ParameterError, match="idlg: mute names no layer of the model: '3.weigth'; did you mean"):
         gradveil.attack("idlg", mute="3.weigth").reconstruct(tiny_task, update, gradveil.ThreatModel())
-    with pytest.raises(ParameterError, match="mute=0|3 leaves no layer to match"):
+    with pytest.raises(ParameterError, match=r"mute=0\|3 leaves no layer to match"):
         gradveil.attack("idlg", mute="0|3").reconstruct(tiny_task, update, gradveil.ThreatModel())
 
 

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -49,8 +49,9 @@ def test_least_squares_is_the_pseudo_inverse(rows, more, columns, rank, seed):
         steps=200,
     )
     expected = torch.linalg.pinv(matrix, rtol=1e-9) @ wanted[..., None]
-    if (torch.linalg.svdvals(matrix)[:, : min(rank, columns, rows + more)].amin(1) > 1e-2).all():
-        torch.testing.assert_close(got, expected[..., 0], rtol=1e-5, atol=1e-6)
+    # Nearly singular problems are as ill-posed for the reference as for us.
+    assume(bool((torch.linalg.svdvals(matrix)[:, : min(rank, columns, rows + more)].amin(1) > 1e-2).all()))
+    torch.testing.assert_close(got, expected[..., 0], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("logits", [1, 2, 5])
@@ -128,7 +129,7 @@ def test_what_it_cannot_do_is_refused(generator):
         attack.reconstruct(own, update, gradveil.ThreatModel())
     task = task_of("convnet", 3, (1, 12, 12), norm="none")
     update = gradveil.defense("none").share(task, images[:1], labels[:1])
-    with pytest.raises(InputError, match=r"cannot pass .* \(Identity|MaxPool2d\): a pool keeps fewer values"):
+    with pytest.raises(InputError, match=r"cannot pass .* \(MaxPool2d\): a pool keeps fewer values"):
         attack.reconstruct(task, update, gradveil.ThreatModel())
 
 

@@ -1,4 +1,5 @@
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -229,3 +230,24 @@ def test_the_privacy_spent_is_that_of_the_client_that_spent_most(two_blobs):
     assert spent is not None
     assert spent.epsilon == expected > 0
     assert train(task_for(two_blobs), two_blobs, gradveil.defense("gaussian-noise"), QUICK).privacy is None
+
+
+@pytest.mark.parametrize("loss", ["logistic", "own"])
+def test_other_losses_are_trained_and_reported_as_what_they_are(two_blobs, loss):
+    shape, outputs = two_blobs.train.input_shape, 1 if loss == "logistic" else 2
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(math.prod(shape), outputs))
+
+    def squares(values, labels):
+        return (values - torch.eye(2)[labels]).square().sum(1).mean()
+
+    task = gradveil.Task(model, "logistic" if loss == "logistic" else squares, input_shape=shape, classes=2)
+    result = train(task, two_blobs, gradveil.defense("none"), Training(rounds=40, clients=4, batch_size=8, lr=0.05))
+    images, labels = two_blobs.test.batch(torch.arange(len(two_blobs.test)))
+    values = result.task.predict(images)
+    if loss == "logistic":
+        named, expected = values[:, 0] > 0, torch.nn.functional.softplus((1 - 2 * labels) * values[:, 0]).mean()
+    else:
+        named, expected = values.argmax(1), squares(values, labels)
+    assert result.accuracy == pytest.approx(float((named == labels).double().mean()))
+    assert result.accuracy > 0.9
+    assert result.loss == pytest.approx(float(expected), rel=1e-4)

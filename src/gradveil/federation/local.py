@@ -12,7 +12,6 @@ from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from gradveil import wire
 from gradveil.accounting import PrivacySpent
@@ -411,10 +410,10 @@ def draw(
 
 @torch.no_grad()
 def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
-    """Mean cross-entropy on some of the images that the clients of a round drew."""
+    """The task's loss on some of the images that the clients of a round drew."""
     images = torch.cat([images for images, _ in batches.values()])[:LOSS_IMAGES]
     labels = torch.cat([labels for _, labels in batches.values()])[:LOSS_IMAGES]
-    return float(F.cross_entropy(task.predict(images), labels))
+    return float(task.loss_of(task.predict(images), labels))
 
 
 def has_grown(losses: Sequence[float], classes: int) -> bool:
@@ -425,13 +424,13 @@ def has_grown(losses: Sequence[float], classes: int) -> bool:
 
 
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
-    """Accuracy in [0, 1] and mean cross-entropy on a split."""
+    """Accuracy in [0, 1] and the task's mean loss on a split."""
     correct, total_loss = 0, 0.0
     for indices in torch.split(torch.arange(len(split)), 512):
         images, labels = as_batch(task, split.batch(indices))
-        logits = task.predict(images)
-        correct += int((logits.argmax(1) == labels).sum())
-        total_loss += float(F.cross_entropy(logits, labels, reduction="sum"))
+        outputs = task.predict(images)
+        correct += int((task.classes_of(outputs) == labels).sum())
+        total_loss += float(task.loss_of(outputs, labels)) * len(indices)
     return correct / len(split), total_loss / len(split)
 
 

@@ -1,0 +1,234 @@
+"""Figures that must not change when the code behind them is rebuilt.
+
+Usage: python scripts/golden.py write FILE [PART]...    make a golden file, or add parts to it
+       python scripts/golden.py compare FILE [PART]...  make the parts again and say what differs
+
+Parts, all at fixed seeds on the embedded digits:
+
+- ``updates``: what every registered defense shares (one gradient; FedAvg), and its aggregate of three clients. Tensors
+  are kept as three fixed random projections and the norm; they must agree to 1e-6.
+- ``attacks``: twenty iterations of every attack, and of the adaptive attacker of every defense; to 1e-6.
+- ``training``: a FedAvg training with faults and error feedback; accuracies, losses and bytes to 1e-6.
+- ``flower``: a training on Flower's simulation; to 1e-6.
+- ``audit``: the rows of the default audit, times left out. Full attacks amplify rounding, so a PSNR may differ, but
+  the median of each method must lie inside the interval that the golden file has for it.
+
+A golden file holds for one machine and one version of torch: write it before a change, compare after it.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import gradveil
+from gradveil import data, models
+from gradveil.attacks import ATTACKS
+from gradveil.audit import AuditConfig
+from gradveil.audit import run as run_audit
+from gradveil.audit.statistics import median_interval
+from gradveil.defenses import DEFENSES
+from gradveil.errors import GradveilError
+from gradveil.federation import Training, train
+from gradveil.randomness import derived_generator
+
+TOLERANCE = 1e-6
+SHAPE, CLASSES = (1, 28, 28), 10
+LOCAL = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.05)
+COMPOSED = (
+    "dual-pruning+error-feedback",
+    "top-k+gaussian-noise",
+    "gradient-dropout:scale=layer,std=1",
+    "optimal-noise:form=global",
+    "risk-slicing:clip=1",
+    "soteria:directions=8",
+)
+ITERATIVE = {"dlg": 20, "idlg": 20, "inverting-gradients": 20, "grad-inversion": 20}
+Figures = dict[str, Any]
+
+
+def task_and_data() -> tuple[gradveil.Task, data.Dataset]:
+    model = models.create("mnist-cnn", input_shape=SHAPE, classes=CLASSES, seed=0)
+    return gradveil.Task(model, input_shape=SHAPE, classes=CLASSES), data.load("mnist")
+
+
+def projected(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Each tensor's norm and its products with three fixed random directions, all in units of the norm's scale."""
+    result = {}
+    for name, value in tensors.items():
+        flat = value.detach().double().flatten()
+        directions = torch.randn(3, len(flat), generator=derived_generator(0, "golden", name), dtype=torch.float64)
+        result[name] = [float(flat.norm()), *(directions @ flat).tolist()]
+    return result
+
+
+def updates() -> Figures:
+    task, dataset = task_and_data()
+    public = dataset.train.batch(torch.arange(100, 108))
+    batches = [dataset.train.batch(torch.arange(4 * client, 4 * client + 4)) for client in range(3)]
+    found: Figures = {}
+    for spec in (*DEFENSES.names(), *COMPOSED):
+        for words, local in (("gradient", None), ("fedavg", LOCAL)):
+            defense = gradveil.defense(spec)
+            prepared = defense.prepare(task, public=public, generator=derived_generator(1, "prepare"))
+            announced = defense.announce(prepared, *batches[0], generator=derived_generator(3), memory={})
+            shared = [
+                defense.share(
+                    prepared, *batch, generator=derived_generator(2, client), memory={}, public=announced, local=local
+                )
+                for client, batch in enumerate(batches)
+            ]
+            aggregate = defense.aggregate(shared, weights=[1.0, 2.0, 3.0], memory={}, public=announced)
+            found[f"{spec}, {words}"] = {"update": projected(shared[0]), "aggregate": projected(aggregate)}
+    return found
+
+
+def attacks() -> Figures:
+    model = models.create("lenet", input_shape=SHAPE, classes=CLASSES, seed=0, init="uniform")
+    task, dataset = gradveil.Task(model, input_shape=SHAPE, classes=CLASSES), data.load("mnist")
+    public, victim = dataset.train.batch(torch.arange(100, 108)), dataset.test.batch(torch.arange(1))
+    found: Figures = {}
+
+    def attacked(name: str, spec: str, adaptive: bool) -> Figures | str:
+        attack = gradveil.attack(name, **({"iterations": ITERATIVE[name]} if name in ITERATIVE else {}))
+        defense = gradveil.defense(spec)
+        try:
+            sent = attack.modify(task, public=dataset.train.batch(torch.arange(200)), generator=derived_generator(4))
+            prepared = defense.prepare(sent, public=public, generator=derived_generator(1, "prepare"))
+            announced = defense.announce(prepared, *victim, generator=derived_generator(3), memory={})
+            update = defense.share(prepared, *victim, generator=derived_generator(2), memory={}, public=announced)
+            threat = gradveil.ThreatModel(adaptive=adaptive, defense=defense, server=attack.server)
+            result = attack.reconstruct(prepared, update, threat, generator=derived_generator(5))
+        except GradveilError as error:
+            return str(error)
+        return {"inputs": projected({"inputs": result.inputs}), "labels": result.labels.tolist(), "loss": result.loss}
+
+    for name in ATTACKS.names():
+        found[f"{name}, none"] = attacked(name, "none", adaptive=False)
+    for spec in (*DEFENSES.names(), *COMPOSED):
+        found[f"inverting-gradients, {spec}, adaptive"] = attacked("inverting-gradients", spec, adaptive=True)
+    return found
+
+
+def trained(result: Any) -> Figures:
+    return {
+        "accuracy": result.accuracy,
+        "loss": result.loss,
+        "history": result.history,
+        "upload_bytes": result.upload_bytes,
+        "download_bytes": result.download_bytes,
+        "losses": [record.loss for record in result.rounds],
+        "faults": [str(fault) for fault in result.faults],
+        "privacy": str(result.privacy),
+        "weights": projected(result.task.parameters),
+    }
+
+
+def training() -> Figures:
+    task, dataset = task_and_data()
+    plan = Training(rounds=4, clients=6, clients_per_round=4, batch_size=8, local=LOCAL, evaluate_every=2)
+    specs = ("none", "dual-pruning+error-feedback", "dp-sgd", "aligned-dual-pruning+error-feedback")
+    return {spec: trained(train(task, dataset, gradveil.defense(spec), plan)) for spec in specs}
+
+
+def flower() -> Figures:
+    task, dataset = task_and_data()
+    plan = Training(rounds=2, clients=3, batch_size=8, local=LOCAL)
+    defense = gradveil.defense("dual-pruning+error-feedback")
+    return trained(gradveil.flower.simulate(task, dataset, defense, plan, actors=1))
+
+
+def audit() -> Figures:
+    with tempfile.TemporaryDirectory() as folder:
+        run_audit(AuditConfig(), Path(folder))
+        rows = [json.loads(line) for line in (Path(folder) / "results.jsonl").read_text().splitlines()]
+        costs = [json.loads(line) for line in (Path(folder) / "utility.jsonl").read_text().splitlines()]
+    psnr: dict[str, list[float]] = {}
+    for row in rows:
+        psnr.setdefault(f"{row['defense_spec']}, {row['attack_spec']}, {row['adaptive']}", []).append(row["psnr"])
+    medians: Figures = {}
+    for name, values in psnr.items():
+        interval = median_interval(values)
+        medians[name] = {"psnr": values, "low": interval.low, "high": interval.high}
+    return {"medians": medians, "accuracy": {row["defense_spec"]: row["accuracy"] for row in costs}}
+
+
+PARTS: dict[str, Callable[[], Figures]] = {
+    "updates": updates,
+    "attacks": attacks,
+    "training": training,
+    "flower": flower,
+    "audit": audit,
+}
+
+
+def differences(where: str, before: Any, now: Any) -> list[str]:
+    """What differs by more than the tolerance, relative to the size of the figure."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [*before, *(key for key in now if key not in before)]
+        return [one for key in keys for one in differences(f"{where} / {key}", before.get(key), now.get(key))]
+    if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        numbers = [value for value in before if isinstance(value, float)]
+        scale = max(map(abs, numbers), default=0.0)
+        pairs = enumerate(zip(before, now, strict=True))
+        return [
+            one
+            for place, (old, new) in pairs
+            if not (isinstance(old, float) and isinstance(new, float) and abs(old - new) <= TOLERANCE * scale)
+            for one in differences(f"{where}[{place}]", old, new)
+        ]
+    if isinstance(before, float) and isinstance(now, float):
+        same = math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-12) or (math.isnan(before) and math.isnan(now))
+        return [] if same else [f"{where}: was {before!r}, is {now!r}"]
+    return [] if before == now else [f"{where}: was {before!r}, is {now!r}"]
+
+
+def audit_differences(before: Figures, now: Figures) -> list[str]:
+    """Medians outside the golden interval; accuracies by the tolerance."""
+    found = differences("audit / accuracy", before["accuracy"], now["accuracy"])
+    if before["medians"].keys() != now["medians"].keys():
+        found.append(f"audit: was of {sorted(before['medians'])}, is of {sorted(now['medians'])}")
+    for name, old in before["medians"].items():
+        values = now["medians"].get(name, {}).get("psnr", [])
+        if values == old["psnr"]:
+            continue
+        median = statistics.median(values) if values else math.nan
+        inside = old["low"] <= median <= old["high"]
+        if not inside:
+            found.append(f"audit / {name}: the median is {median:.2f} dB, was {old['low']:.2f} to {old['high']:.2f}")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("write", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    golden = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
+    found: list[str] = []
+    for part in arguments.parts or PARTS:
+        # Through JSON, as the golden file went.
+        made = json.loads(json.dumps(PARTS[part](), default=lambda value: value.tolist()))
+        if arguments.action == "write":
+            golden[part] = made
+            arguments.file.write_text(json.dumps(golden, indent=1) + "\n")
+            print(f"{part}: written")
+            continue
+        differing = audit_differences(golden[part], made) if part == "audit" else differences(part, golden[part], made)
+        print(f"{part}: {len(differing)} differences")
+        found += differing
+    print("\n".join(found[:100]))
+    raise SystemExit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
