@@ -49,6 +49,7 @@ class DPSGD(StepDefense):
         Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
 
     Example:
+        >>> import torch
         >>> import gradveil
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
         >>> task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)

@@ -45,6 +45,7 @@ class OptimalDpSgd(SensitivityNoise):
         not differentially private, see above.
 
     Example:
+        >>> import torch
         >>> from gradveil import Task, models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
         >>> task = Task(model, input_shape=(1, 4, 4), classes=3)

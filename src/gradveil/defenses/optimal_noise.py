@@ -48,6 +48,7 @@ class OptimalNoise(SensitivityNoise):
         limit, which the paper asks for and does not state, is relative to the median.
 
     Example:
+        >>> import torch
         >>> from gradveil import Task, models
         >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
         >>> task = Task(model, input_shape=(1, 4, 4), classes=3)

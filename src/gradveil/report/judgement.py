@@ -17,6 +17,7 @@ from gradveil.report.text import join, names, percent, plural
 
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
+ENOUGH = 5  # victims that leak without a defense and not with it: by chance alone, 2^-5, below 5 % (sign test)
 MISLED = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
 
 
@@ -24,6 +25,7 @@ class Outcome(Enum):
     """What a defense does to the attacks that work without it; the value is the mark the page shows."""
 
     STOPS = "stops"
+    NOT_SHOWN = "not shown"
     WEAKENS = "weakens"
     FAILS = "fails"
     UNKNOWN = "unknown"
@@ -65,7 +67,7 @@ def judge(audit: Audit) -> Verdict:
 def outcome(audit: Audit, defense: str) -> Outcome:
     """What `defense` does, judged by the attacker who recovers the largest share of the victims.
 
-    Only attacks that recover something undefended can show that a defense stops them, and only when all of
+    Only attacks that recover `ENOUGH` victims undefended can show that a defense stops them, and only when all of
     their victims are done. A leak is a leak, whichever attack causes it.
     """
     working = _working(audit)
@@ -76,7 +78,9 @@ def outcome(audit: Audit, defense: str) -> Outcome:
         before = max(_share(score(audit.without_defense(attack))) for attack in working)
         return Outcome.WEAKENS if leaked < before else Outcome.FAILS
     unfinished = {audit.plain(attack) for name, attack, _ in audit.missing_attempts() if name == defense}
-    return Outcome.STOPS if unfinished.isdisjoint(_working_methods(audit)) else Outcome.UNKNOWN
+    if not unfinished.isdisjoint(_working_methods(audit)):
+        return Outcome.UNKNOWN
+    return Outcome.STOPS if _stopped(audit, defense) else Outcome.NOT_SHOWN
 
 
 def _working(audit: Audit) -> list[str]:
@@ -87,6 +91,23 @@ def _working(audit: Audit) -> list[str]:
 def _working_methods(audit: Audit) -> list[str]:
     """The same without their adaptive variants."""
     return list(dict.fromkeys(audit.plain(attack) for attack in _working(audit)))
+
+
+def _stopped(audit: Audit, defense: str) -> list[str]:
+    """The methods that recover enough of the victims undefended for a defense under which none leaks to have stopped
+    them.
+
+    The victims are the same with and without the defense, so what tells is the number that leak only without it.
+    """
+    found = []
+    for method in _working_methods(audit):
+        leaking = {row.victim for row in audit.without_defense(method) if row.leaked}
+        if (
+            len(leaking & {row.victim for row in audit.of(defense, method) + audit.of(defense, adaptive(method))})
+            >= ENOUGH
+        ):
+            found.append(method)
+    return found
 
 
 def _adapted(audit: Audit, defense: str) -> list[str]:
@@ -142,6 +163,7 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
         groups[outcome(audit, defense)].append(defense)
     texts = {
         Outcome.STOPS: _stopping(audit, groups[Outcome.STOPS]),
+        Outcome.NOT_SHOWN: _not_showing(audit, groups[Outcome.NOT_SHOWN]),
         Outcome.WEAKENS: _weakening(audit, groups[Outcome.WEAKENS]),
         Outcome.FAILS: _failing(audit, groups[Outcome.FAILS]),
         Outcome.UNKNOWN: _unfinished(groups[Outcome.UNKNOWN]),
@@ -151,12 +173,14 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
 
 
 def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
-    attacks = _attacks_in_words(audit)
     if len(defenses) <= NAMED_ONE_BY_ONE:
         for defense in defenses:
+            attacks = _attacks_in_words(audit, _stopped(audit, defense))
             yield f"`{defense}` stops {attacks}{_even_adapted(audit, defense)}{_cost(audit, defense)}."
         return
-    adapted = [defense for defense in defenses if _adapted(audit, defense) == _working_methods(audit)]
+    stopped = [_stopped(audit, defense) for defense in defenses]
+    attacks = _attacks_in_words(audit, [method for method in stopped[0] if all(method in one for one in stopped)])
+    adapted = [defense for defense in defenses if _adapted(audit, defense) == _stopped(audit, defense)]
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
     text = f"{names(defenses)} stop {attacks}"
     if adapted:
@@ -168,6 +192,17 @@ def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
             f"`{least}` the least ({percent(kept[least])})"
         )
     yield f"{text}."
+
+
+def _not_showing(audit: Audit, defenses: list[str]) -> Iterator[str]:
+    if not defenses:
+        return
+    most = max((score(audit.without_defense(attack)) for attack in _working(audit)), key=_share)
+    yield (
+        f"{names(defenses)}: not shown. Nothing is recovered, but without a defense it is only {most.leaked} of "
+        f"{_victims(audit, most.victims)}, and {ENOUGH} are needed to tell a defense from luck. A stronger attack "
+        "(`--budget thorough`) or more `--victims` would show it."
+    )
 
 
 def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
@@ -210,17 +245,17 @@ def _ignorant(audit: Audit, defense: str, attack: str, result: Score) -> str:
 
 def _even_adapted(audit: Audit, defense: str) -> str:
     """Which of the attacks that `defense` stops were adapted to it, after those were named."""
-    found = _adapted(audit, defense)
+    stopped = _stopped(audit, defense)
+    found = [method for method in _adapted(audit, defense) if method in stopped]
     if not found:
         return ""
-    return f", {'' if found == _working_methods(audit) else _short_names(audit, found) + ' '}even adapted to it"
+    return f", {'' if found == stopped else _short_names(audit, found) + ' '}even adapted to it"
 
 
-def _attacks_in_words(audit: Audit) -> str:
-    working = _working_methods(audit)
-    if len(working) < len(audit.methods):
-        return _short_names(audit, working)
-    return {1: "the attack", 2: "both attacks"}.get(len(working), f"all {len(working)} attacks")
+def _attacks_in_words(audit: Audit, stopped: Sequence[str]) -> str:
+    if len(stopped) < len(audit.methods):
+        return _short_names(audit, stopped)
+    return {1: "the attack", 2: "both attacks"}.get(len(stopped), f"all {len(stopped)} attacks")
 
 
 def _cost(audit: Audit, defense: str) -> str:
