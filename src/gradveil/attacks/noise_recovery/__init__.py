@@ -1,0 +1,1 @@
+"""Noise recovery: strip the noise of a predictable generator from an update."""
