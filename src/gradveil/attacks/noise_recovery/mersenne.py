@@ -186,3 +186,38 @@ def _apply(matrix: NDArray[np.bool_], words: NDArray[np.uint32]) -> NDArray[np.u
     return ((bits @ matrix.T.astype(np.uint32) & np.uint32(1)) << np.arange(32, dtype=np.uint32)).sum(
         1, dtype=np.uint32
     )
+
+
+def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Outputs k + 1248 and k + 794 add up to a map of output k + 2, and one of outputs k + 1 and k.
+
+    The recurrence is D^624 + D^397 + L D + U = 0, D the step to the next word and L, U matrices that read the lower 31
+    bits and the top one. Its square, D^1248 + D^794 + L^2 D^2 + (L U + U L) D + U^2 = 0, holds as well, since scalars
+    commute. The last two terms have few nonzero rows.
+
+    Returns:
+        The map of output k + 2, ``[32, 32]``, and those of k + 1 and k side by side, ``[32, 64]``.
+    """
+    shifted = (_UNITS >> np.uint32(1)) ^ (_UNITS & np.uint32(1)) * _TWIST
+    twist = _matrix(shifted).astype(np.int64)
+    upper = np.diag(np.arange(32) == 31).astype(np.int64)
+    high, low = twist @ upper, twist @ (np.eye(32, dtype=np.int64) - upper)
+    inside, outside = _UNTEMPER.astype(np.int64), _TEMPER.astype(np.int64)
+    second, first, none = (
+        (outside @ matrix @ inside % 2).astype(bool) for matrix in (low @ low, low @ high + high @ low, high @ high)
+    )
+    return second, np.c_[first, none]
+
+
+def left_null_space(matrix: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """All sums of rows that vanish, as rows of a basis; for small matrices."""
+    rows = np.c_[matrix, np.eye(len(matrix), dtype=bool)]
+    columns, rank = matrix.shape[1], 0
+    for column in range(columns):
+        candidates = np.flatnonzero(rows[rank:, column]) + rank
+        if len(candidates):
+            rows[[rank, candidates[0]]] = rows[[candidates[0], rank]]
+            others = np.flatnonzero(rows[:, column])
+            rows[others[others != rank]] ^= rows[rank]
+            rank += 1
+    return rows[rank:, columns:]

@@ -1,7 +1,7 @@
 """Strip pseudo-random noise from an update."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradveil import checks
 from gradveil.attacks.noise_recovery.mersenne import STATE_BITS, KnownBits, State, find_state, rewind
 from gradveil.attacks.noise_recovery.sources import NoiseSource
 from gradveil.attacks.noise_recovery.zeros import Groups
@@ -20,6 +21,7 @@ _SPARE = 1.06  # equations taken for each unknown where outputs lie scattered
 _DENSE_SPARE = 1.4  # and where they lie close together, since there many follow from others
 _DENSE = 6_000  # outputs
 _MOST_EQUATIONS = 48_000  # about 120 MB
+_FARTHEST = 100_000  # outputs that equations are written down for: some seconds
 
 
 @dataclass(frozen=True)
@@ -76,42 +78,44 @@ def recover(
         generator: which groups those are; default: fresh entropy.
     """
     started = time.perf_counter()
+    attempts = checks.integer("noise-recovery", "attempts", attempts, low=1)
     if list(update) != list(zeros):
         raise InputError(
             f"noise-recovery: zeros must have the update's layers in their order ({', '.join(update)}), "
             f"got {', '.join(zeros)}"
         )
-    trials = _subsets(zeros, attempts, generator)
-    outcome = _Outcome("no coordinate is known to be zero", 0, 0)
-    for known in trials:
-        bits = source.known_bits(update, known, errors)
+    whole = None
+    for known in _subsets(zeros, attempts, generator):
+        bits, draw = source.read(update, known, errors)
         outcome = _find(bits)
         if outcome.state is not None:
-            noise = source.draw(outcome.state, update)
+            noise = draw(outcome.state)
             fits = _fits(update, noise, source.scale, errors)
             misfits = sum(int((known[name] & ~fits[name]).sum()) for name in update)
             if not misfits:
-                wrong = sum(int(((zeros[name] >= 0) & ~fits[name]).sum()) for name in update)
                 return RecoveredNoise(
-                    update={name: (value.double().cpu() - noise[name]).to(value.dtype) for name, value in update.items()},
+                    update={name: (v.double().cpu() - noise[name]).to(v.dtype) for name, v in update.items()},
                     noise={name: noise[name].to(value.dtype) for name, value in update.items()},
                     verified=True,
                     reason=f"{outcome.reason}, and every coordinate taken to be zero is",
                     equations=outcome.equations,
                     rank=outcome.rank,
-                    wrong_zeros=wrong,
+                    wrong_zeros=sum(int(((zeros[name] >= 0) & ~fits[name]).sum()) for name in update),
                     seconds=time.perf_counter() - started,
                 )
             outcome = _Outcome(
-                f"the state that was found leaves {misfits} coordinates taken to be zero unexplained: "
-                "noise is drawn in another way or order",
+                f"the state that was found leaves {misfits:,} coordinates taken to be zero unexplained: they are not "
+                "zero, or noise is drawn in another order",
                 outcome.equations,
                 outcome.rank,
+                contradicted=True,
             )
-        if not outcome.contradicted:
-            break  # fewer equations would not say more
+        whole = whole or outcome
+        if not whole.contradicted:
+            break  # a part of the equations would not say more than all of them
+    assert whole is not None  # there is at least one attempt
     return RecoveredNoise(
-        None, None, False, outcome.reason, outcome.equations, outcome.rank, 0, time.perf_counter() - started
+        None, None, False, whole.reason, whole.equations, whole.rank, 0, time.perf_counter() - started
     )
 
 
@@ -136,11 +140,7 @@ def _find(bits: KnownBits) -> _Outcome:
             len(bits.values),
             0,
         )
-    taken = 0
-    for wanted in _amounts(bits):
-        window = _window(bits.positions, wanted)
-        if len(window) == taken:
-            break
+    for window in _choices(bits):
         taken = len(window)
         part = KnownBits(bits.positions[window], bits.bits[window], bits.values[window])
         start = max(int(part.positions.min()) - 1, 0)
@@ -165,12 +165,20 @@ def _find(bits: KnownBits) -> _Outcome:
     return outcome
 
 
-def _amounts(bits: KnownBits) -> list[int]:
-    """How many equations to take, fewer first: where they lie close together, more follow from others."""
-    near = int(STATE_BITS * _DENSE_SPARE)
-    window = _window(bits.positions, near)
-    dense = np.ptp(bits.positions[window]) < _DENSE
-    return [near, _MOST_EQUATIONS] if dense else [int(STATE_BITS * _SPARE) + _CHECKS, near, _MOST_EQUATIONS]
+def _choices(bits: KnownBits) -> Iterator[NDArray[np.int64]]:
+    """Which equations to try, those that are quickest to solve first."""
+    near = _window(bits.positions, int(STATE_BITS * _DENSE_SPARE))
+    if np.ptp(bits.positions[near]) < _DENSE:
+        yield near
+    else:
+        yield _window(bits.positions, int(STATE_BITS * _SPARE) + _CHECKS)
+    if len(bits.positions) <= len(near):
+        return
+    # Neighbours say the same twice; words from all over the stream say more.
+    words = np.unique(bits.positions)
+    chosen = words[np.random.default_rng(0).random(len(words)) < _MOST_EQUATIONS / len(bits.positions)]
+    chosen = chosen[chosen < chosen[0] + _FARTHEST]
+    yield np.flatnonzero(np.isin(bits.positions, chosen))
 
 
 def _window(positions: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
@@ -183,16 +191,15 @@ def _window(positions: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
     return order[first : first + wanted]
 
 
-def _subsets(zeros: Groups, attempts: int, generator: torch.Generator | None) -> "list[dict[str, Tensor]]":
+def _subsets(zeros: Groups, attempts: int, generator: torch.Generator | None) -> Iterator[dict[str, Tensor]]:
     """Which coordinates to take for zero in each attempt: all first, then those of ever fewer groups."""
     generator = generator or fresh_generator()
     count = 1 + max(int(groups.max()) for groups in zeros.values() if groups.numel())
-    subsets = [{name: groups >= 0 for name, groups in zeros.items()}]
+    yield {name: groups >= 0 for name, groups in zeros.items()}
     for attempt in range(1, attempts):
         share = 0.5 ** ((attempt + 1) // 2)
         chosen = torch.rand(count, generator=generator) < share
-        subsets.append({name: (groups >= 0) & chosen[groups.clamp_min(0).cpu()] for name, groups in zeros.items()})
-    return subsets
+        yield {name: (groups >= 0) & chosen[groups.clamp_min(0).cpu()] for name, groups in zeros.items()}
 
 
 def _fits(

@@ -1,7 +1,7 @@
 """Where noise comes from: which draws of a stream lie behind which coordinates of an update, and the noise again."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradveil.attacks.noise_recovery.mersenne import KnownBits, State
+from gradveil.attacks.noise_recovery.mersenne import KnownBits, State, rewind
 from gradveil.attacks.noise_recovery.observations import (
     NUMPY_DOUBLE,
     TORCH_DOUBLE,
@@ -23,9 +23,10 @@ from gradveil.attacks.noise_recovery.observations import (
     join,
     sure_bits,
 )
+from gradveil.attacks.noise_recovery.polar import ACCEPTED, align, invert_polar, polar_normals
 from gradveil.errors import ParameterError
 
-_ROUNDINGS = 3.0  # products and sums between a draw and the update, each half a last place off at most
+_ROUNDINGS = 2.0  # products between a draw and the update, each half a last place off at most
 _BLOCK = 16  # torch's vectorised normal noise
 _STATE_WORDS = slice(24, 24 + 8 * 624)  # where torch's state keeps the words, 64 bits each
 
@@ -87,6 +88,12 @@ class NoiseSource(ABC):
             start += self.outputs(value.numel(), value.dtype, singles)
             singles += value.numel() if value.numel() < _BLOCK else 0
 
+    def read(
+        self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
+    ) -> tuple[KnownBits, Callable[[State], dict[str, Tensor]]]:
+        """Sure bits (see `known_bits`), and what makes the noise of the state right before the first output of them."""
+        return self.known_bits(update, known, errors), lambda state: self.draw(state, update)
+
     def known_bits(
         self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
     ) -> KnownBits:
@@ -101,12 +108,22 @@ class NoiseSource(ABC):
         for layer in self.layers(update):
             mask = known[layer.name].flatten().cpu().numpy()
             if mask.any():
-                values = update[layer.name].detach().flatten().double().cpu().numpy() / self.scale
-                off = np.abs(values) * _ROUNDINGS * _format(layer.dtype).epsilon
-                if errors is not None:
-                    off = off + errors[layer.name].flatten().double().cpu().numpy() / self.scale
-                parts.append(self.observe(layer, values, mask, off))
+                parts.append(self.observe(layer, *self._standard(layer, update, mask, errors)))
         return join(parts)
+
+    def _standard(
+        self,
+        layer: Layer,
+        update: Mapping[str, Tensor],
+        mask: NDArray[np.bool_],
+        errors: Mapping[str, Tensor] | None,
+    ) -> tuple[Floats, NDArray[np.bool_], Floats]:
+        """Values in units of `scale`, which of them are known, and how far off they may be."""
+        values = update[layer.name].detach().flatten().double().cpu().numpy() / self.scale
+        off = np.abs(values) * _ROUNDINGS * _format(layer.dtype).epsilon
+        if errors is not None:
+            off = off + errors[layer.name].flatten().double().cpu().numpy() / self.scale
+        return values, mask, off
 
 
 @dataclass(frozen=True)
@@ -252,6 +269,88 @@ class NumpyLaplace(NoiseSource):
             name: torch.from_numpy(np.asarray(generator.laplace(0, self.scale, tuple(value.shape))))
             for name, value in update.items()
         }
+
+
+@dataclass(frozen=True)
+class NumpyNormal(NoiseSource):
+    """`numpy.random.normal(0, scale, shape)` of the legacy generator, as Flower's `LocalDpMod` draws it.
+
+    Pairs of values come from points of a square, and those outside the disc are thrown away without a trace; `polar` finds
+    out which. It needs long runs of known coordinates, such as the rows of silenced units that lie next to each other.
+
+    Example:
+        >>> NumpyNormal(1.0).scale
+        1.0
+    """
+
+    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
+        """Nobody knows before the draws are known."""
+        return 0
+
+    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
+        """A run of pairs, from whichever value of the stream on."""
+        return self._align(values, known, errors)[0]
+
+    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """By numpy itself, if the state is the one before the update's first value."""
+        generator = numpy_generator(state)
+        return {
+            name: torch.from_numpy(np.asarray(generator.normal(0, self.scale, tuple(value.shape))))
+            for name, value in update.items()
+        }
+
+    def read(
+        self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
+    ) -> tuple[KnownBits, Callable[[State], dict[str, Tensor]]]:
+        """All layers as one stream: a value that is left over goes to the next layer."""
+        columns = [
+            self._standard(layer, update, known[layer.name].flatten().cpu().numpy(), errors)
+            for layer in self.layers(update)
+        ]
+        values, mask, off = (np.concatenate(column) for column in zip(*columns, strict=True))
+        bits, first_value = self._align(values, mask, off)
+
+        def noise(state: State) -> dict[str, Tensor]:
+            stream = torch.from_numpy(_normals_around(state, first_value, len(values)) * self.scale)
+            parts = stream.split([value.numel() for value in update.values()])
+            return {name: part.view(value.shape) for (name, value), part in zip(update.items(), parts, strict=True)}
+
+        return bits, noise
+
+    @staticmethod
+    def _align(values: Floats, known: NDArray[np.bool_], errors: Floats) -> tuple[KnownBits, int]:
+        """Known bits from the first aligned trial on, and the place of that trial's first value in the stream."""
+        best: tuple[KnownBits, int] = (join([]), 0)
+        for spare in (0, 1):  # values that are left over from an earlier pair
+            places = np.arange(spare, len(values) - 1, 2)
+            seen = known[places] & known[places + 1]
+            one, two, error = invert_polar(
+                values[places], values[places + 1], (errors[places], errors[places + 1])
+            )
+            found = align(one, two, error, seen)
+            if not len(found.pairs):
+                continue
+            start = 4 * (found.trials - found.trials[0])
+            bits = join(
+                [
+                    sure_bits(start, one[found.pairs], error[found.pairs], NUMPY_DOUBLE),
+                    sure_bits(start + 2, two[found.pairs], error[found.pairs], NUMPY_DOUBLE),
+                ]
+            )
+            if len(bits.values) > len(best[0].values):
+                best = bits, int(places[found.pairs[0]])
+        return best
+
+
+def _normals_around(state: State, place: int, count: int) -> Floats:
+    """`count` normal values of which number `place` is the first that the state gives."""
+    pairs_before = -(-place // 2)
+    back = int(pairs_before / ACCEPTED * 1.1) + 500
+    ahead = int((count - place) / 2 / ACCEPTED * 1.1) + 500
+    generator = numpy_generator(rewind(state, 4 * back))
+    values, trials = polar_normals(generator.random_sample(2 * (back + ahead)))
+    start = 2 * int(np.searchsorted(trials, back)) - place
+    return values.flatten()[start : start + count]
 
 
 def numpy_generator(state: State) -> np.random.RandomState:
