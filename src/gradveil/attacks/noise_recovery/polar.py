@@ -28,11 +28,14 @@ ACCEPTED = np.pi / 4
 _MIDDLE, _LAST = 198, 312  # trials behind the first one of a relation
 _SPREAD = 5.0  # standard deviations of the number of accepted trials that are searched
 _DRIFT = 5  # pairs by which distances may change from one anchor to the next
-_FEWEST_HELD, _HELD = 2, 0.35  # relations of a pair that must hold: how many, and what share of those it has
+# Relations of a pair that must hold: more than the two that an accident brings along; and how many of them may fail.
+_FEWEST_HELD, _FAILED = 3, 0.25
 _SURE = 0.8  # share of outputs in which a bit must be sure to be relied on
 _FEWEST_BITS, _MOST_BITS = 17, 26
 
 Ints = NDArray[np.int64]
+_Relation = tuple[tuple[Ints, Ints, Ints], tuple[NDArray[np.bool_], ...], int]
+"""Syndromes of the three pairs of a relation, where those are sure, and how many trials it spans."""
 
 
 @dataclass(frozen=True)
@@ -94,22 +97,27 @@ def align(drawn_first: Floats, drawn_second: Floats, error: Floats, known: NDArr
     if not len(found):
         return Alignment(found[:, 0], found[:, 0], 0, bits)
     pairs, trials = _fill(*_in_order(*_largest_group(found, len(one))), known)
-    for _ in range(2):  # once more without those that spoilt the relations of others
-        supported = _supported(pairs, trials, whole, short)
-        pairs, trials = pairs[supported], trials[supported]
-        if not len(pairs):
-            break
+    sure_one, sure_two = (_is_sure(u, error, bits) & known for u in (drawn_first, drawn_second))
+    relations = (
+        (whole, (sure_two, sure_two, sure_one), _LAST),
+        (short, (sure_one, sure_one, sure_two), _LAST - 1),
+    )
+    supported = _supported(pairs, trials, relations)
+    pairs, trials = pairs[supported], trials[supported]
     return Alignment(pairs, trials, len(found), bits)
 
 
 def _usable_bits(one: Floats, two: Floats, error: Floats) -> int | None:
     """The most high bits that are sure in most outputs; None: too few for any relation."""
     for bits in range(_MOST_BITS, _FEWEST_BITS - 1, -1):
-        size = 2.0**bits
-        sure = [np.floor((u - error) * size) == np.floor((u + error) * size) for u in (one, two)]
-        if np.mean(sure) > _SURE:
+        if np.mean([_is_sure(u, error, bits) for u in (one, two)]) > _SURE:
             return bits
     return None
+
+
+def _is_sure(u: Floats, error: Floats, bits: int) -> NDArray[np.bool_]:
+    """Where the high bits of a number are what they are, whatever the error."""
+    return np.floor((u - error) * 2.0**bits) == np.floor((u + error) * 2.0**bits)
 
 
 def _parity_checks(bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -196,8 +204,7 @@ def _largest_group(anchors: Ints, count: int) -> tuple[Ints, Ints]:
         joined = False
         for pair, other, distance in votes:
             if groups.in_order(pair, other, distance):
-                groups.join(pair, other, distance)
-                joined = True
+                joined |= groups.join(pair, other, distance)
     trials, pairs = zip(*sorted(groups.largest().items()), strict=True)
     return np.array(pairs, np.int64), np.array(trials, np.int64)
 
@@ -214,17 +221,18 @@ class _Groups:
         self._trial = [0] * count
         self._members = {pair: {0: pair} for pair in range(count)}  # trial -> pair
 
-    def join(self, pair: int, other: int, distance: int) -> None:
-        """`other` came `distance` trials after `pair`; nothing happens if both have their places already."""
+    def join(self, pair: int, other: int, distance: int) -> bool:
+        """`other` came `distance` trials after `pair`; False if that is known already or two pairs would share a trial."""
         group, end = self._group[pair], self._group[other]
-        if group == end:
-            return
         shift = self._trial[pair] + distance - self._trial[other]
         if len(self._members[group]) < len(self._members[end]):
             group, end, shift = end, group, -shift
+        if group == end or any(trial + shift in self._members[group] for trial in self._members[end]):
+            return False
         for trial, member in self._members.pop(end).items():
             self._group[member], self._trial[member] = group, trial + shift
             self._members[group][trial + shift] = member
+        return True
 
     def join_by_majority(self, votes: Mapping[tuple[int, int, int], int]) -> bool:
         """Join groups whose distance at least two votes (pair, other, distance) imply; whether there were any."""
@@ -238,8 +246,7 @@ class _Groups:
         for (group, end, shift), number in implied.most_common():
             # Groups that were swallowed meanwhile are counted anew next time.
             if number > 1 and group in self._members and end in self._members:
-                self.join(group, end, shift)  # a group is named after the pair at its trial 0
-                joined = True
+                joined |= self.join(group, end, shift)  # a group is named after the pair at its trial 0
         return joined
 
     def in_order(self, pair: int, other: int, distance: int) -> bool:
@@ -287,24 +294,23 @@ def _fill(pairs: Ints, trials: Ints, known: NDArray[np.bool_]) -> tuple[Ints, In
     return np.array(ordered, np.int64), np.array([place[pair] for pair in ordered], np.int64)
 
 
-def _supported(
-    pairs: Ints, trials: Ints, whole: tuple[Ints, Ints, Ints], short: tuple[Ints, Ints, Ints]
-) -> NDArray[np.bool_]:
-    """Which pairs have relations that hold: about half of them do if all three trials are right, else one in hundreds."""
+def _supported(pairs: Ints, trials: Ints, relations: tuple[_Relation, ...]) -> NDArray[np.bool_]:
+    """Which pairs have relations that hold: of wrong ones hardly any does, of right ones all that are sure."""
     first = int(trials.min())
     index = np.full(int(trials.max()) - first + 1 + _LAST, -1)
     index[trials - first] = np.arange(len(pairs))
-    tested, held = np.zeros(len(pairs)), np.zeros(len(pairs))
+    held, failed = np.zeros(len(pairs)), np.zeros(len(pairs))
     base = np.arange(len(index) - _LAST)
-    for tables, last in ((whole, _LAST), (short, _LAST - 1)):
+    for tables, sure, last in relations:
         trio = np.stack([index[base], index[base + _MIDDLE], index[base + last]])
         trio = trio[:, (trio >= 0).all(0)]
         one, two, three = pairs[trio]
         agree = tables[0][one] ^ tables[1][two] == tables[2][three]
+        wrong = ~agree & sure[0][one] & sure[1][two] & sure[2][three]
         for role in trio:
-            tested += np.bincount(role, minlength=len(pairs))
             held += np.bincount(role, weights=agree, minlength=len(pairs))
-    return (held >= _FEWEST_HELD) & (held > _HELD * tested)
+            failed += np.bincount(role, weights=wrong, minlength=len(pairs))
+    return (held >= _FEWEST_HELD) & (failed <= _FAILED * held)
 
 
 def polar_normals(uniform: Floats) -> tuple[Floats, Ints]:
