@@ -1,6 +1,7 @@
-"""Noise recovery: every part against a slow obvious reference, and the attack against what it must and must not break."""
+"""Noise recovery: every part against a slow obvious reference; the attack against what it must break and must not."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from gradveil.attacks.noise_recovery import (
 )
 from gradveil.attacks.noise_recovery.linear import pack, solve
 from gradveil.attacks.noise_recovery.mersenne import KnownBits, find_state, next_block, rewind, temper, untemper
+from gradveil.attacks.noise_recovery.polar import align, invert_polar, polar_normals
+from gradveil.attacks.noise_recovery.sources import normals_around, numpy_generator
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import derived_generator
 
@@ -57,8 +60,8 @@ def batch(count=4, seed=0):
 
 @pytest.fixture(scope="module")
 def silenced():
-    """A task of which an active server silenced two units, and what it then knows: 1,568 coordinates in a row."""
-    task = silence(network(), "1.bias", [2, 3])
+    """A task of which an active server silenced three units, and what it then knows: 2,352 coordinates in a row."""
+    task = silence(network(), "1.bias", [2, 3, 4])
     return task, known_zeros(task, batch(512, seed=1)[0])
 
 
@@ -193,6 +196,44 @@ def test_an_error_of_the_server_costs_bits_and_never_makes_them_wrong():
     assert counts[0] > counts[1] > counts[2] > 0
 
 
+# numpy's legacy normal noise.
+
+
+def test_draws_that_numpy_threw_away_are_found():
+    pairs = 1500
+    noise = np.random.RandomState(1).normal(0, 0.5, 2 * pairs)
+    trials = polar_normals(np.random.RandomState(1).random_sample(6 * pairs))[1][:pairs]
+    weights = np.random.default_rng(1).uniform(-0.05, 0.05, 2 * pairs).astype(np.float32)
+    rounded = noise.astype(np.float32)
+    values = ((weights + rounded).astype(float) - weights) / 0.5
+    errors = (np.spacing(np.abs(weights + rounded)) + np.spacing(np.abs(rounded))).astype(float)
+    one, two, error = invert_polar(values[0::2], values[1::2], (errors[0::2], errors[1::2]))
+    found = align(one, two, error, np.ones(pairs, bool))
+    assert len(found.pairs) > pairs / 4
+    _, counts = np.unique(found.trials - trials[found.pairs], return_counts=True)
+    assert counts.max() > 0.99 * len(found.pairs)
+    assert len(align(one, two, np.full(pairs, 1e-4), np.ones(pairs, bool)).pairs) == 0  # too few bits are sure
+    shuffled = np.random.default_rng(2).permutation(pairs)
+    assert len(align(one[shuffled], two[shuffled], error[shuffled], np.ones(pairs, bool)).pairs) < 20
+
+
+def test_numpys_normal_noise_is_drawn_again_before_and_after_a_place():
+    words, _ = numpy_outputs(1)
+    generator = numpy_generator(words)
+    stream = generator.normal(size=20_000)
+    values, trials = polar_normals(np.random.RandomState(5).random_sample(60_000))
+    assert np.allclose(values.flatten()[:20_000], stream, rtol=1e-12, atol=0)
+    for place in (0, 1000, 1001):  # an odd place: one value was left over from before
+        start = 4 * int(trials[place // 2 + place % 2])
+        everything = words
+        for _ in range(start // 624):
+            everything = next_block(everything)
+        joined = np.concatenate([everything, next_block(everything)])
+        state = joined[start % 624 :][:624]
+        around = normals_around(state, place, 10_000)
+        assert np.allclose(around, stream[place % 2 :][:10_000], rtol=1e-12, atol=0)
+
+
 # Coordinates that are known to be zero.
 
 
@@ -274,7 +315,10 @@ def test_noise_in_use_is_not_stripped(silenced, spec, source):
 def test_noise_of_perturb_in_use_is_not_stripped(silenced):
     task, zeros = silenced
     found = recover(
-        gradveil.defense("gaussian-noise:std=0.3").perturb(task.gradients(*batch())), zeros, TorchNormal(0.3), attempts=1
+        gradveil.defense("gaussian-noise:std=0.3").perturb(task.gradients(*batch())),
+        zeros,
+        TorchNormal(0.3),
+        attempts=1,
     )
     assert not found.verified
 
@@ -306,21 +350,22 @@ def test_the_wrong_order_of_layers_is_noticed(silenced):
 
 def test_too_few_zeros_are_counted(silenced):
     task, zeros = silenced
-    few = {name: torch.where(groups == groups.max(), groups, -1) for name, groups in zeros.items()}
-    few["1.weight"] = zeros["1.weight"].clone()
-    few["1.weight"][3] = -1
+    few = {name: torch.full_like(groups, -1) for name, groups in zeros.items()}
+    few["1.weight"][2] = zeros["1.weight"][2]
     update = gradveil.defense("gaussian-noise:std=0.3").share(task, *batch(), generator=derived_generator(1))
     found = recover(update, few, TorchNormal(0.3))
     assert not found.verified
-    assert "too few" in found.reason
-    assert "of 19,937" in found.reason or "for 19,937" in found.reason
+    assert found.update is None
+    assert re.fullmatch("too few coordinates .* they give 1.,... equations for 19,937 unknown bits", found.reason)
+    nothing = {name: torch.full_like(groups, -1) for name, groups in zeros.items()}
+    assert "they give 0 equations" in recover(update, nothing, TorchNormal(0.3)).reason
 
 
 def test_zeros_that_are_none_are_left_out():
-    task = silence(network(), "1.bias", [1, 2, 3, 6])
+    task = silence(network(), "1.bias", [1, 2, 3, 4, 6])
     zeros = known_zeros(task, batch(512, seed=1)[0])
     truth = task.gradients(*batch())
-    truth["1.weight"][6] += 0.5  # the guess was wrong for one unit of four
+    truth["1.weight"][6] += 0.5  # the guess was wrong for one unit of five
     update = gradveil.defense("gaussian-noise:std=0.3").perturb(truth, generator=derived_generator(1))
     found = recover(update, zeros, TorchNormal(0.3), attempts=16, generator=derived_generator(2))
     assert_stripped(found, truth, 0.3)

@@ -53,8 +53,8 @@ def next_block(state: State) -> State:
 def rewind(state: State, outputs: int) -> State:
     """The state that many outputs earlier; of its first word only the top bit is determined and the others are 0."""
     words = [0] * outputs + state.tolist()
-    # x[k+624] ^ x[k+397] = (y >> 1) ^ (y & 1) TWIST with y of the top bit of x[k] and the rest of x[k+1]; the top bit of
-    # TWIST is set, and that of y >> 1 is not, so the top bit says what the lowest bit of y was.
+    # x[k+624] ^ x[k+397] = (y >> 1) ^ (y & 1) TWIST with y of the top bit of x[k] and the rest of x[k+1]; the top bit
+    # of TWIST is set, and that of y >> 1 is not, so the top bit says what the lowest bit of y was.
     for k in range(outputs - 1, -1, -1):
         mixed = words[k + _N] ^ words[k + _M]
         low = mixed >> 31
@@ -69,7 +69,8 @@ def temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
     y = words ^ (words >> np.uint32(11))
     y = y ^ ((y << np.uint32(7)) & np.uint32(0x9D2C5680))
     y = y ^ ((y << np.uint32(15)) & np.uint32(0xEFC60000))
-    return y ^ (y >> np.uint32(18))
+    result: NDArray[np.uint32] = y ^ (y >> np.uint32(18))
+    return result
 
 
 def untemper(outputs: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -182,10 +183,10 @@ _UNTEMPER = _inverse(_TEMPER)
 
 
 def _apply(matrix: NDArray[np.bool_], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    bits = (words[:, None] >> np.arange(32, dtype=np.uint32)) & np.uint32(1)
-    return ((bits @ matrix.T.astype(np.uint32) & np.uint32(1)) << np.arange(32, dtype=np.uint32)).sum(
-        1, dtype=np.uint32
-    )
+    places = np.arange(32, dtype=np.uint32)
+    bits = (words[:, None] >> places) & np.uint32(1)
+    result: NDArray[np.uint32] = ((bits @ matrix.T.astype(np.uint32) & np.uint32(1)) << places).sum(1, dtype=np.uint32)
+    return result
 
 
 def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
@@ -220,4 +221,5 @@ def left_null_space(matrix: NDArray[np.bool_]) -> NDArray[np.bool_]:
             others = np.flatnonzero(rows[:, column])
             rows[others[others != rank]] ^= rows[rank]
             rank += 1
-    return rows[rank:, columns:]
+    basis: NDArray[np.bool_] = rows[rank:, columns:]
+    return basis

@@ -34,8 +34,9 @@ TORCH_FLOAT = UniformFormat(24, 1, 0, (0, 0), 2.0**-24)
 TORCH_DOUBLE = UniformFormat(53, 2, 32, (0, 0), 2.0**-53)
 NUMPY_DOUBLE = UniformFormat(53, 2, 26, (5, 6), 2.0**-53)
 
-# How far torch's float32 Box-Muller strays, in halves of the last place: largest of 6.4 million draws 2.8 for the radius
-# and 1.3 steps of 2**-24 for the angle (as a part of a turn), on AVX-512. The margins allow for other processors.
+# How far torch's float32 Box-Muller strays, in halves of the last place: largest of 6.4 million draws 2.8 for the
+# radius and 1.3 steps of 2**-24 for the angle (as a part of a turn), on AVX-512. The margins allow for other
+# processors.
 _RADIUS_ERROR = 4.0
 _ANGLE_ERROR = 2.0
 

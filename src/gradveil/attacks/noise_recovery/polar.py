@@ -5,11 +5,11 @@ nobody tells the server which. The Mersenne Twister does. Squared, its recurrenc
 
     x[k + 1248] + x[k + 794] = C x[k + 2], but for two of the 32 bits
 
-A trial takes four outputs, and the high bits of the first and the third are seen; 1248 = 4 * 312 and 794 = 4 * 198 + 2, so
-all three words are seen ones if k is even: of trials t, t + 198 and t + 312 if k = 4 t, or t, t + 198 and t + 311 if
-k = 4 t + 2 (the latter counted from t + 1). With the 20 highest bits of each output known, 8 equations remain. A hypothesis
-"pairs i, j and l are 198 and 312 trials apart" is tested by 8 bits, with the pairs next to them by 24; there are some
-thousand hypotheses for each pair, so the true ones stand out.
+A trial takes four outputs, and the high bits of the first and the third are seen. 1248 = 4 * 312 and 794 = 4 * 198 + 2,
+so for even k all three words are seen ones: of trials t, t + 198 and t + 312, or of t, t + 198 and t + 311. With the 20
+highest bits of each output known, 8 equations remain. A hypothesis "pairs i, j and l are 198 and 312 trials apart" is
+tested by 8 bits, and with the pairs next to them by 24 and 40; there are some thousand hypotheses for each pair, so the
+true ones stand out.
 """
 
 from bisect import bisect_right
@@ -117,11 +117,12 @@ def _usable_bits(one: Floats, two: Floats, error: Floats) -> int | None:
 
 def _is_sure(u: Floats, error: Floats, bits: int) -> NDArray[np.bool_]:
     """Where the high bits of a number are what they are, whatever the error."""
-    return np.floor((u - error) * 2.0**bits) == np.floor((u + error) * 2.0**bits)
+    sure: NDArray[np.bool_] = np.floor((u - error) * 2.0**bits) == np.floor((u + error) * 2.0**bits)
+    return sure
 
 
 def _parity_checks(bits: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Masks of the high `bits` of the first word of a relation, and of each of the two others; one row for each check."""
+    """Masks of the high `bits` of the first word of a relation, and of both others; one row for each check."""
     map_second, nuisance = mersenne.squared_recurrence()
     high = np.arange(32 - bits, 32)
     combinations = mersenne.left_null_space(np.c_[map_second[high][:, : 32 - bits], nuisance[high]])
@@ -222,7 +223,7 @@ class _Groups:
         self._members = {pair: {0: pair} for pair in range(count)}  # trial -> pair
 
     def join(self, pair: int, other: int, distance: int) -> bool:
-        """`other` came `distance` trials after `pair`; False if that is known already or two pairs would share a trial."""
+        """`other` came `distance` trials after `pair`; False if known already, or if pairs would share a trial."""
         group, end = self._group[pair], self._group[other]
         shift = self._trial[pair] + distance - self._trial[other]
         if len(self._members[group]) < len(self._members[end]):
@@ -285,7 +286,9 @@ def _in_order(pairs: Ints, trials: Ints) -> tuple[Ints, Ints]:
 
 def _fill(pairs: Ints, trials: Ints, known: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """With the pairs between two that are as many trials apart as pairs: nothing was thrown away between them."""
-    parts = [np.arange(a, b) for a, b, s, t in zip(pairs, pairs[1:], trials, trials[1:], strict=False) if b - a == t - s]
+    parts = [
+        np.arange(a, b) for a, b, s, t in zip(pairs, pairs[1:], trials, trials[1:], strict=False) if b - a == t - s
+    ]
     starts = [s - a for a, b, s, t in zip(pairs, pairs[1:], trials, trials[1:], strict=False) if b - a == t - s]
     place = dict(zip(pairs.tolist(), trials.tolist(), strict=True))
     for part, offset in zip(parts, starts, strict=True):

@@ -18,7 +18,7 @@ from gradveil.randomness import fresh_generator
 
 _CHECKS = 64  # equations beyond the rank that must hold: by chance once in 2**64
 _SPARE = 1.06  # equations taken for each unknown where outputs lie scattered
-_DENSE_SPARE = 1.4  # and where they lie close together, since there many follow from others
+_DENSE_SPARE = 2.0  # and where they lie close together, since there many follow from others
 _DENSE = 6_000  # outputs
 _MOST_EQUATIONS = 48_000  # about 120 MB
 _FARTHEST = 100_000  # outputs that equations are written down for: some seconds

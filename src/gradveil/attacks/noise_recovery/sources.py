@@ -275,8 +275,8 @@ class NumpyLaplace(NoiseSource):
 class NumpyNormal(NoiseSource):
     """`numpy.random.normal(0, scale, shape)` of the legacy generator, as Flower's `LocalDpMod` draws it.
 
-    Pairs of values come from points of a square, and those outside the disc are thrown away without a trace; `polar` finds
-    out which. It needs long runs of known coordinates, such as the rows of silenced units that lie next to each other.
+    Pairs of values come from points of a square, and those outside the disc are thrown away without a trace; `polar`
+    finds out which. It needs long runs of known coordinates, such as the rows of silenced units next to each other.
 
     Example:
         >>> NumpyNormal(1.0).scale
@@ -311,8 +311,8 @@ class NumpyNormal(NoiseSource):
         bits, first_value = self._align(values, mask, off)
 
         def noise(state: State) -> dict[str, Tensor]:
-            stream = torch.from_numpy(_normals_around(state, first_value, len(values)) * self.scale)
-            parts = stream.split([value.numel() for value in update.values()])
+            stream = torch.from_numpy(normals_around(state, first_value, len(values)) * self.scale)
+            parts = torch.split(stream, [value.numel() for value in update.values()])
             return {name: part.view(value.shape) for (name, value), part in zip(update.items(), parts, strict=True)}
 
         return bits, noise
@@ -324,9 +324,7 @@ class NumpyNormal(NoiseSource):
         for spare in (0, 1):  # values that are left over from an earlier pair
             places = np.arange(spare, len(values) - 1, 2)
             seen = known[places] & known[places + 1]
-            one, two, error = invert_polar(
-                values[places], values[places + 1], (errors[places], errors[places + 1])
-            )
+            one, two, error = invert_polar(values[places], values[places + 1], (errors[places], errors[places + 1]))
             found = align(one, two, error, seen)
             if not len(found.pairs):
                 continue
@@ -342,7 +340,7 @@ class NumpyNormal(NoiseSource):
         return best
 
 
-def _normals_around(state: State, place: int, count: int) -> Floats:
+def normals_around(state: State, place: int, count: int) -> Floats:
     """`count` normal values of which number `place` is the first that the state gives."""
     pairs_before = -(-place // 2)
     back = int(pairs_before / ACCEPTED * 1.1) + 500

@@ -28,13 +28,14 @@ def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
         batch_size: how many of them are worked on together.
 
     Example:
-        >>> task = Task(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3)), input_shape=(1, 2, 2), classes=3)
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> task = Task(model, input_shape=(1, 2, 2), classes=3)
         >>> images = torch.tensor([0.0, 1.0, 1.0, 1.0]).view(1, 1, 2, 2)
         >>> known_zeros(task, images)["1.weight"][0]
         tensor([ 0, -1, -1, -1])
     """
     zero = {name: torch.ones_like(value, dtype=torch.bool) for name, value in task.parameters.items()}
-    for number, batch in enumerate(inputs.split(batch_size)):
+    for number, batch in enumerate(torch.split(inputs, batch_size)):
         # Labels that change from image to image and batch to batch: no gradient is 0 for want of a label.
         labels = (torch.arange(len(batch), device=batch.device) + number) % task.classes
         for name, value in task.gradients(batch, labels).items():
