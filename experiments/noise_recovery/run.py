@@ -2,13 +2,14 @@
 
     GRADVEIL_DATA=/path/to/data python experiments/noise_recovery/run.py [PART]...
 
-Run it again to go on: finished cases are skipped. Results are appended to results.jsonl, one line for each case; nothing
-there is ever edited.
+Run it again to go on: finished cases are skipped. Results are appended to results.jsonl, one line for each case;
+nothing there is ever edited.
 
 The parts. gradveil: noise of an explicit generator on MNIST, mlp, a passive server that knows public images.
 gradveil-in-use: the same without a generator. active: the Flower example's network with silenced units. opacus: its
-default DP-SGD, the server seeing the gradient or the change of weights. flower: the real LocalDpMod around a client that
-trains one step. numpy-laplace: `numpy.random.laplace` as NVFlare's SVT filter calls it, an emulation of that one call.
+default DP-SGD, the server seeing the gradient or the change of weights. flower: the real LocalDpMod around a client
+that trains one step. numpy-laplace: `numpy.random.laplace` added layer by layer; NVFlare's SVT filter calls that
+function too, but hands its draws to coordinates in a random order, which is not emulated here.
 """
 
 import json
@@ -85,10 +86,18 @@ def decibels(image: Tensor, found: Tensor) -> float:
 
 
 def attack(
-    update: Values, zeros: Values, source: NoiseSource, truth: Values, errors: Values | None = None, image: Any = None
+    update: Values,
+    zeros: Values,
+    source: NoiseSource,
+    truth: Values,
+    errors: Values | None = None,
+    image: Any = None,
+    attempts: int = 1,
 ) -> Row:
     bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, errors)[0]
-    found = recover(update, zeros, source, errors=errors, attempts=2, generator=derived_generator(SEED, "attack"))
+    found = recover(
+        update, zeros, source, errors=errors, attempts=attempts, generator=derived_generator(SEED, "attack")
+    )
     row: Row = {
         "zeros": sum(int((groups >= 0).sum()) for groups in zeros.values()),
         "sure_bits": len(bits.values),
@@ -126,7 +135,7 @@ def on_gradveil(case: Row, task: gradveil.Task, zeros: Values, generator: torch.
     update = gradveil.defense(case["defense"]).share(task, images, labels, generator=generator)
     truth = truth_of(case["defense"], task, images, labels)
     image = images[0] if len(images) == 1 else None
-    return attack(update, zeros, source_of(case["defense"], case["batch"]), truth, image=image)
+    return attack(update, zeros, source_of(case["defense"], case["batch"]), truth, image=image, attempts=8)
 
 
 def gradveil_part(case: Row) -> Row:
@@ -160,7 +169,12 @@ def opacus(case: Row) -> Row:
     torch.seed()  # as if nobody had seeded it
     warnings.simplefilter("ignore")
     model, optimizer, _ = PrivacyEngine().make_private(
-        module=model, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False
+        module=model,
+        optimizer=optimizer,
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
     )
     nn.functional.cross_entropy(model(images), labels).backward()
     optimizer.step()
@@ -203,10 +217,11 @@ def flower(case: Row) -> Row:
     received = next(iter(reply.content.array_records.values())).to_torch_state_dict()
     std = float(np.sqrt(2 * np.log(1.25 / delta)) / case["epsilon"])
     change = {name: received[name].double() - value.double() for name, value in task.parameters.items()}
-    # The noise is rounded to float32, and then the sum of weight and noise.
+    # The noise is rounded to float32, and then the sum of weight and noise. The first rounding is taken twice as
+    # large as what is seen suggests, since the noise may lie just above a power of two.
     errors = {
         name: torch.from_numpy(
-            np.spacing(received[name].abs().numpy()) / 2 + np.spacing(value.abs().float().numpy()) / 2
+            np.spacing(received[name].abs().numpy()) / 2 + np.spacing(value.abs().float().numpy())
         ).double()
         for name, value in change.items()
     }

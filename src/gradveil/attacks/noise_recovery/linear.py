@@ -1,5 +1,6 @@
 """Linear equations over GF(2), bits packed into 64-bit words."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,6 +8,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
 
+_GUESSED = 4  # bits that are tried both ways if the equations leave them open
 _STRIP = 8  # columns that one table of sums covers
 _CHUNK = 64  # rows updated together: they stay in the cache while all tables of a word are added
 
@@ -20,17 +22,18 @@ class Solution:
         checks: further equations that follow from those, and hold: each would fail with probability 1/2 in a system
             made of noise.
         contradictions: further equations that do not hold.
-        bits: the unknowns, if the rank is their number and nothing is contradicted; None: there is no sure answer.
+        candidates: the unknowns, if nothing is contradicted: one answer if the rank is their number, all of them if up
+            to four bits are missing, none if more are.
 
     Example:
-        >>> solve(pack(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]], bool)), 2).bits  # x + y = 0, y = 1, x = 1
-        array([1, 1], dtype=uint8)
+        >>> solve(pack(np.array([[1, 1, 0], [0, 1, 1], [1, 0, 1]], bool)), 2).candidates  # x + y = 0, y = 1, x = 1
+        [array([1, 1], dtype=uint8)]
     """
 
     rank: int
     checks: int
     contradictions: int
-    bits: NDArray[np.uint8] | None
+    candidates: list[NDArray[np.uint8]]
 
 
 def pack(bits: NDArray[np.bool_]) -> Words:
@@ -54,8 +57,13 @@ def solve(equations: Words, unknowns: int) -> Solution:
     word, shift = divmod(unknowns, 64)
     left = (equations[rank:, word] >> np.uint64(shift)) & np.uint64(1)
     contradictions = int(left.sum())
-    bits = None if rank < unknowns or contradictions else _substitute(equations, pivots, unknowns)
-    return Solution(rank, len(left) - contradictions, contradictions, bits)
+    free = sorted(set(range(unknowns)) - set(pivots)) if unknowns - rank <= _GUESSED else []
+    guesses = itertools.product((0, 1), repeat=len(free)) if unknowns - rank <= _GUESSED and not contradictions else ()
+    candidates = [
+        _substitute(equations, pivots, unknowns, [column for column, bit in zip(free, guess, strict=True) if bit])
+        for guess in guesses
+    ]
+    return Solution(rank, len(left) - contradictions, contradictions, candidates)
 
 
 def _eliminate(rows: Words, columns: int) -> list[int]:
@@ -135,11 +143,12 @@ def _to_the_top(rows: Words, chosen: list[int]) -> None:
     rows[: len(chosen)] = pivots
 
 
-def _substitute(rows: Words, pivots: list[int], unknowns: int) -> NDArray[np.uint8]:
-    """The unknowns of a full-rank echelon form, from the last to the first."""
+def _substitute(rows: Words, pivots: list[int], unknowns: int, ones: list[int]) -> NDArray[np.uint8]:
+    """The unknowns of an echelon form, from the last to the first; of those without a pivot, `ones` are 1."""
     solution = np.zeros(rows.shape[1], np.uint64)
-    word, shift = divmod(unknowns, 64)
-    solution[word] |= np.uint64(1 << shift)  # the constant counts always
+    for column in (*ones, unknowns):  # the constant counts always
+        word, shift = divmod(column, 64)
+        solution[word] |= np.uint64(1 << shift)
     for row in range(len(pivots) - 1, -1, -1):
         if int(np.bitwise_xor.reduce(rows[row] & solution)).bit_count() & 1:
             word, shift = divmod(pivots[row], 64)

@@ -1,6 +1,6 @@
 """The Mersenne Twister MT19937: forwards, backwards, and as linear equations in its state."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,14 +78,15 @@ def untemper(outputs: NDArray[np.uint32]) -> NDArray[np.uint32]:
     return _apply(_UNTEMPER, outputs)
 
 
-def find_state(known: KnownBits, start: int) -> tuple[Solution, State | None]:
+def find_states(known: KnownBits, start: int) -> tuple[Solution, list[State]]:
     """The state whose first word belongs to output `start`, from bits of later outputs.
 
     The unknowns are the bits of outputs start + 1 to start + 623 and the top bit of the word before. So bits that were
     seen there are no unknowns at all, which makes the system small where many consecutive outputs were seen.
 
     Returns:
-        What the equations say (the rank counts the bits that were seen directly), and the state if they say enough.
+        What the equations say (the rank counts the bits that were seen directly), and the states that they leave: one,
+        or a few if some bits are missing, or none.
     """
     inside = (known.positions > start) & (known.positions < start + _N)
     seen = known.select(inside)
@@ -98,14 +99,14 @@ def find_state(known: KnownBits, start: int) -> tuple[Solution, State | None]:
     equations = _equations(_symbols(given), later, start, count)
     solution = solve(equations, count)
     rank = STATE_BITS - count + solution.rank
-    solution = Solution(rank, solution.checks, solution.contradictions, solution.bits)
-    if solution.bits is None:
-        return solution, None
-    given[unknown] = solution.bits
-    outputs = (given.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
-    state = untemper(outputs)
-    state[0] = outputs[0]  # the first word stands as it is, not as its output
-    return solution, state
+    states = []
+    for bits in solution.candidates:
+        given[unknown] = bits
+        outputs = (given.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
+        state = untemper(outputs)
+        state[0] = outputs[0]  # the first word stands as it is, not as its output
+        states.append(state)
+    return replace(solution, rank=rank), states
 
 
 def _symbols(given: NDArray[np.int64]) -> Words:
@@ -173,8 +174,7 @@ _TEMPER = _matrix(temper(_UNITS))
 def _inverse(matrix: NDArray[np.bool_]) -> NDArray[np.bool_]:
     columns = []
     for unit in np.eye(32, dtype=bool):
-        bits = solve(pack(np.c_[matrix, unit]), 32).bits
-        assert bits is not None  # tempering is a bijection
+        (bits,) = solve(pack(np.c_[matrix, unit]), 32).candidates  # tempering is a bijection
         columns.append(bits.astype(bool))
     return np.array(columns).T
 

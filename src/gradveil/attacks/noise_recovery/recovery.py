@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.attacks.noise_recovery.mersenne import STATE_BITS, KnownBits, State, find_state, rewind
+from gradveil.attacks.noise_recovery.mersenne import STATE_BITS, KnownBits, State, find_states, rewind
 from gradveil.attacks.noise_recovery.sources import NoiseSource
 from gradveil.attacks.noise_recovery.zeros import Groups
 from gradveil.errors import InputError
@@ -35,7 +35,7 @@ class RecoveredNoise:
             and every coordinate that was taken to be 0.
         reason: in one sentence, how it was verified or why not.
         equations: sure bits that were used.
-        rank: how many of them are independent; 19,937 determine the generator.
+        rank: how many of them are independent; 19,937 determine the generator, and up to four missing ones are guessed.
         wrong_zeros: coordinates that were taken to be 0 and turned out not to be.
         seconds: wall time.
 
@@ -88,8 +88,9 @@ def recover(
     for known in _subsets(zeros, attempts, generator):
         bits, draw = source.read(update, known, errors)
         outcome = _find(bits)
-        if outcome.state is not None:
-            noise = draw(outcome.state)
+        misfits = 0
+        for state in outcome.states:
+            noise = draw(state)
             fits = _fits(update, noise, source.scale, errors)
             misfits = sum(int((known[name] & ~fits[name]).sum()) for name in update)
             if not misfits:
@@ -103,6 +104,7 @@ def recover(
                     wrong_zeros=sum(int(((zeros[name] >= 0) & ~fits[name]).sum()) for name in update),
                     seconds=time.perf_counter() - started,
                 )
+        if misfits:
             outcome = _Outcome(
                 f"the state that was found leaves {misfits:,} coordinates taken to be zero unexplained: they are not "
                 "zero, or noise is drawn in another order",
@@ -126,12 +128,12 @@ class _Outcome:
     reason: str
     equations: int
     rank: int
-    state: State | None = None
+    states: tuple[State, ...] = ()
     contradicted: bool = False
 
 
 def _find(bits: KnownBits) -> _Outcome:
-    """The state right before the stream's first output, from known bits of it."""
+    """The states right before the stream's first output that known bits of it leave."""
     outcome = _Outcome(f"{len(bits.values):,} of {STATE_BITS:,} equations", len(bits.values), 0)
     if len(bits.values) < STATE_BITS:
         return _Outcome(
@@ -144,7 +146,7 @@ def _find(bits: KnownBits) -> _Outcome:
         taken = len(window)
         part = KnownBits(bits.positions[window], bits.bits[window], bits.values[window])
         start = max(int(part.positions.min()) - 1, 0)
-        solution, state = find_state(part, start)
+        solution, states = find_states(part, start)
         if solution.contradictions:
             return _Outcome(
                 f"{solution.contradictions} of {solution.checks + solution.contradictions} further equations are "
@@ -153,9 +155,9 @@ def _find(bits: KnownBits) -> _Outcome:
                 solution.rank,
                 contradicted=True,
             )
-        if state is not None and solution.checks >= _CHECKS:
+        if states and solution.checks >= _CHECKS:
             reason = f"{solution.checks:,} equations beyond the rank hold"
-            return _Outcome(reason, taken, solution.rank, rewind(state, start + 624))
+            return _Outcome(reason, taken, solution.rank, tuple(rewind(state, start + 624) for state in states))
         outcome = _Outcome(
             f"too few coordinates are known to be zero: {taken:,} equations have rank {solution.rank:,} of "
             f"{STATE_BITS:,} and {solution.checks} to check it with",
