@@ -1,6 +1,7 @@
 """The Mersenne Twister MT19937: forwards, backwards, and as linear equations in its state."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +76,7 @@ def temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def untemper(outputs: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Words of the recurrence whose outputs these are."""
-    return _apply(_UNTEMPER, outputs)
+    return _apply(_untemper_matrix(), outputs)
 
 
 def find_states(known: KnownBits, start: int) -> tuple[Solution, list[State]]:
@@ -118,12 +119,13 @@ def _symbols(given: NDArray[np.int64]) -> Words:
     column = np.arange(count)
     symbols[word, bit, column // 64] = np.uint64(1) << (column % 64).astype(np.uint64)
     symbols[..., count // 64] |= (given == 1).astype(np.uint64) << np.uint64(count % 64)
+    untempered = _untemper_matrix()
     first = symbols[0].copy()
     for start in range(0, _N, 104):  # in parts, to keep the memory small
         part = symbols[start : start + 104]
         outputs = part.copy()
         for row in range(32):
-            part[:, row] = np.bitwise_xor.reduce(outputs[:, np.flatnonzero(_UNTEMPER[row])], axis=1)
+            part[:, row] = np.bitwise_xor.reduce(outputs[:, np.flatnonzero(untempered[row])], axis=1)
     symbols[0] = first
     return symbols
 
@@ -171,15 +173,13 @@ _UNITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 _TEMPER = _matrix(temper(_UNITS))
 
 
-def _inverse(matrix: NDArray[np.bool_]) -> NDArray[np.bool_]:
+@cache
+def _untemper_matrix() -> NDArray[np.bool_]:
     columns = []
     for unit in np.eye(32, dtype=bool):
-        (bits,) = solve(pack(np.c_[matrix, unit]), 32).candidates  # tempering is a bijection
+        (bits,) = solve(pack(np.c_[_TEMPER, unit]), 32).candidates  # tempering is a bijection
         columns.append(bits.astype(bool))
     return np.array(columns).T
-
-
-_UNTEMPER = _inverse(_TEMPER)
 
 
 def _apply(matrix: NDArray[np.bool_], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
@@ -203,7 +203,7 @@ def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     twist = _matrix(shifted).astype(np.int64)
     upper = np.diag(np.arange(32) == 31).astype(np.int64)
     high, low = twist @ upper, twist @ (np.eye(32, dtype=np.int64) - upper)
-    inside, outside = _UNTEMPER.astype(np.int64), _TEMPER.astype(np.int64)
+    inside, outside = _untemper_matrix().astype(np.int64), _TEMPER.astype(np.int64)
     second, first, none = (
         (outside @ matrix @ inside % 2).astype(bool) for matrix in (low @ low, low @ high + high @ low, high @ high)
     )
