@@ -1,0 +1,30 @@
+"""Noise recovery: strip the noise of a predictable generator from an update.
+
+A library for now: no attack is registered. `recover` takes an update, the coordinates that are known to be 0
+(`known_zeros`) and how the noise was drawn, and returns the update without noise, or why it cannot be had.
+"""
+
+from gradveil.attacks.noise_recovery.recovery import RecoveredNoise, recover
+from gradveil.attacks.noise_recovery.sources import (
+    NoiseSource,
+    NumpyLaplace,
+    NumpyNormal,
+    TorchLaplace,
+    TorchNormal,
+    TorchUniform,
+)
+from gradveil.attacks.noise_recovery.zeros import disconnect, known_zeros, silence
+
+__all__ = [
+    "NoiseSource",
+    "NumpyLaplace",
+    "NumpyNormal",
+    "RecoveredNoise",
+    "TorchLaplace",
+    "TorchNormal",
+    "TorchUniform",
+    "disconnect",
+    "known_zeros",
+    "recover",
+    "silence",
+]
