@@ -27,10 +27,6 @@ from gradveil.attacks.noise_recovery.sources import normals_around, numpy_genera
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import derived_generator
 
-UNTIL_CRYPTOGRAPHIC = pytest.mark.xfail(
-    strict=True, reason="until noise comes from a cryptographic stream", raises=AssertionError
-)
-
 
 def numpy_outputs(count, seed=5):
     """The words of a generator's state before its first output, and its outputs."""
@@ -295,7 +291,6 @@ def test_noise_of_an_explicit_generator_is_stripped(silenced, spec, source):
     assert_stripped(found, silent if spec.startswith("dp-sgd") else task.gradients(images, labels), source.scale)
 
 
-@UNTIL_CRYPTOGRAPHIC
 @pytest.mark.parametrize(
     ("spec", "source"),
     [
@@ -312,7 +307,6 @@ def test_noise_in_use_is_not_stripped(silenced, spec, source):
     assert "contradicted" in found.reason
 
 
-@UNTIL_CRYPTOGRAPHIC
 def test_noise_of_perturb_in_use_is_not_stripped(silenced):
     task, zeros = silenced
     found = recover(
