@@ -18,6 +18,7 @@ class NeedsData(Defense):
 
 class OwnAggregate(Perturbation):
     name = "own-aggregate"
+    aggregates = True
 
     def perturb_rows(self, rows, draws):
         return rows.clone()
@@ -122,6 +123,8 @@ def test_a_chain_has_one_server_side():
 
 def test_a_defense_that_announces_comes_first_and_keeps_its_memory(tiny_task, tiny_batch):
     class Announcer(OwnAggregate):
+        announces = True
+
         name = "announcer"
 
         def announce(self, task, inputs, labels, *, generator=None, memory=None, local=None):
@@ -168,3 +171,85 @@ def test_batch_norm_statistics_travel_with_the_update():
     expected = (updates[0].meta.buffers["1.running_mean"] + updates[1].meta.buffers["1.running_mean"]) / 2
     torch.testing.assert_close(mean.meta.buffers["1.running_mean"], expected)
     assert torch.equal(model[1].running_mean, torch.zeros(2))
+
+
+# -- declared capabilities ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", gradveil.defenses())
+def test_what_a_defense_declares_is_what_it_does(name):
+    defense = gradveil.defense(name)
+    own = {m for m in ("publish", "visible", "aggregate", "prepare") if m in vars(type(defense))}
+    assert defense.announces == ("publish" in own)
+    assert defense.hides_updates == ("visible" in own)
+    assert defense.aggregates == ("aggregate" in own)
+    if defense.needs_preparing:
+        assert "prepare" in own
+    if defense.keeps_zeros and name != "aligned-dual-pruning":  # which needs an announcement
+        gradient = {"w": torch.randn(200, generator=torch.manual_seed(0)) * (torch.arange(200) % 2)}
+        assert not defense.perturb(gradient)["w"][::2].any()
+    # Noise: twice as large an update is twice as large when it leaves, unless noise was added.
+    if defense.gradient_only and not defense.adds_noise and name != "aligned-dual-pruning":
+        once = {"w": torch.randn(200, generator=torch.manual_seed(0))}
+        twice = {"w": 2 * once["w"]}
+        torch.testing.assert_close(defense.perturb(twice)["w"], 2 * defense.perturb(once)["w"])
+
+
+def test_a_guarantee_survives_what_is_done_to_the_update_afterwards():
+    alone, chain = gradveil.defense("dp-sgd"), gradveil.defense("dp-sgd+top-k+quantization")
+    asked = {"rounds": 10, "batch_size": 8, "examples": 100}
+    assert chain.privacy_spent(**asked) == alone.privacy_spent(**asked) is not None
+    assert gradveil.defense("top-k+gaussian-noise").privacy_spent(**asked) is None
+
+
+def test_a_chain_has_the_noise_of_its_first_part_and_error_feedback_has_none():
+    assert gradveil.defense("gaussian-noise:std=0.5+top-k").noise_variance() == 0.25
+    assert gradveil.defense("top-k+gaussian-noise:std=0.5").noise_variance() is None
+    assert gradveil.defense("gaussian-noise:std=0.5+error-feedback").noise_variance() is None
+
+
+def test_announced_locations_hold_for_a_chain_that_keeps_zeros(tiny_task, tiny_batch):
+    for behind, known in (("top-k:keep=0.5", True), ("gaussian-noise", False), ("quantization", False)):
+        chain = gradveil.defense(f"aligned-dual-pruning+{behind}")
+        assert chain.announces
+        assert chain.aggregates
+        public = chain.announce(tiny_task, *tiny_batch, memory={})
+        locations = chain.locations(public)
+        assert (locations is not None) == known
+        if locations is not None:
+            update = chain.share(tiny_task, *tiny_batch, memory={}, public=public)
+            assert all(not value[~locations[name].bool()].any() for name, value in update.items())
+
+
+@pytest.mark.parametrize(
+    ("spec", "noisy", "prepared"),
+    [
+        ("top-k+error-feedback", False, False),
+        ("top-k+gaussian-noise", True, False),
+        ("gaussian-noise+error-feedback", True, False),
+        ("risk-slicing+top-k", True, True),
+        ("dual-pruning+top-k+error-feedback", False, False),
+    ],
+)
+def test_compositions_declare_what_their_parts_do(spec, noisy, prepared):
+    defense = gradveil.defense(spec)
+    assert (defense.adds_noise, defense.needs_preparing) == (noisy, prepared)
+
+
+def test_a_defense_that_says_nothing_is_taken_to_add_noise():
+    class New(gradveil.Perturbation):
+        name = "new"
+
+        def perturb_rows(self, rows, draws):
+            return rows
+
+    assert New().adds_noise
+    assert not New().keeps_zeros
+
+
+def test_a_defense_that_does_what_it_does_not_declare_is_refused():
+    with pytest.raises(TypeError, match="Forgetful has a method aggregate of its own: declare aggregates = True"):
+
+        class Forgetful(gradveil.Perturbation):
+            def aggregate(self, updates, *, weights=None, memory=None, public=None):
+                return updates[0]

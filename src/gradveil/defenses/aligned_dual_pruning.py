@@ -57,6 +57,7 @@ class AlignedDualPruning(Perturbation):
     """
 
     paper = "Xue et al., AAAI 2024"
+    announces, aggregates, adds_noise, keeps_zeros = True, True, False, True
     strength = Strength("keep", 1.0, 1e-4, log=True)
 
     k1: float = 0.05
@@ -66,7 +67,7 @@ class AlignedDualPruning(Perturbation):
         self.k1 = checks.number(self.name, "k1", self.k1, low=0, below=1)
         self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
 
-    def publish(self, gradients: Mapping[str, Tensor]) -> Public:
+    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Public:
         """The location set I: a mask a layer."""
         return {name: self._own_set(value.reshape(1, -1)).reshape(value.shape) for name, value in gradients.items()}
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -61,16 +61,46 @@ class Strength:
         return round(value) if self.whole else float(f"{value:.4g}")
 
 
+_DECLARED = {"announce": "announces", "publish": "announces", "visible": "hides_updates", "aggregate": "aggregates"}
+"""Methods that a defense writes only if it has the capability."""
+
+
 class Defense(Method, ABC):
     """What a client does to its update before anybody sees it, and what the server does with the updates.
 
     A new defense is one file: a dataclass registered with ``@DEFENSES.register(name)`` whose fields are its
     parameters, checked in ``__post_init__``. One that needs only gradients derives from `Perturbation`; one that
     needs the client's data overrides `share`.
+
+    What a defense can do and needs is declared by the attributes below: whoever composes or carries defenses goes by
+    these, never by which methods a class happens to have. `Chain` and `ErrorFeedback` derive theirs from their parts.
     """
 
     factory = "gradveil.defense"
-    gradient_only: bool = False  # True: `perturb` works without the client's data
+
+    gradient_only: bool = False
+    """`perturb` works without the client's data."""
+    needs_preparing: bool = False
+    """It cannot work before `prepare` has looked at public data, or has changed the model."""
+    announces: bool = False
+    """One client publishes something before the round."""
+    hides_updates: bool = False
+    """It stands for a protocol that keeps single updates from the server."""
+    aggregates: bool = False
+    """The server has to aggregate as the defense says; else any way of combining updates goes with it."""
+    adds_noise: bool = True
+    """How well it protects depends on the size of the update beside its noise. True unless a defense says otherwise:
+    one that was not thought of must not lose its protection to a large update."""
+    keeps_zeros: bool = False
+    """What is zero in the gradient is zero in what it sends."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a class that does what it does not declare: compositions would leave it out."""
+        super().__init_subclass__()
+        for method, capability in _DECLARED.items():
+            writer = next(base for base in cls.__mro__ if method in vars(base))
+            if writer.__module__ != __name__ and not getattr(cls, capability):
+                raise TypeError(f"{cls.__name__} has a method {method} of its own: declare {capability} = True")
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """Once, before training: measure or search on public data. Returns the task, changed if the model changes."""
@@ -89,7 +119,7 @@ class Defense(Method, ABC):
         """What one elected client publishes before the round; most defenses need nothing."""
         return None
 
-    def publish(self, gradients: Mapping[str, Tensor]) -> Public | None:
+    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Public | None:
         """What the elected client announces, made from its gradients; most defenses need nothing."""
         return None
 
@@ -151,6 +181,10 @@ class Defense(Method, ABC):
     ) -> Update:
         """What the server makes of the updates of a round: their weighted mean."""
         return weighted_mean(updates, weights)
+
+    def residuals(self, memory: Memory) -> Iterator[Memory]:
+        """The parts of a client's memory in which error feedback keeps what was not sent, layer by layer."""
+        return iter(())
 
     @property
     def strength(self) -> Strength | None:
@@ -239,9 +273,9 @@ class Perturbation(Defense):
         local: LocalSteps | None = None,
     ) -> Public | None:
         """Publish what the client's own update says; costs it a second gradient."""
-        if not _overrides(self, "publish"):
+        if not self.announces:
             return None
-        return self.publish(compute_update(task, inputs, labels, local=local, generator=generator))
+        return self.publish(compute_update(task, inputs, labels, local=local, generator=generator), memory)
 
     def perturb(
         self,
@@ -392,27 +426,26 @@ class ErrorFeedback(Defense):
         self.decay = checks.number("error-feedback", "decay", decay, above=0, high=1)
         self.clip = None if clip is None else checks.number("error-feedback", "clip", clip, above=0)
         self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
+        self.needs_preparing, self.announces = inner.needs_preparing, inner.announces
+        self.hides_updates, self.aggregates = inner.hides_updates, inner.aggregates
+        self.adds_noise = inner.adds_noise
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """Prepare the inner defense."""
         return self.inner.prepare(task, public=public, generator=generator)
 
-    def announce(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        local: LocalSteps | None = None,
-    ) -> Public | None:
+    announce = Perturbation.announce
+
+    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Public | None:
         """What the inner defense publishes of gradient + residual, which is what it will send from."""
-        if not _overrides(self.inner, "publish"):
+        if not self.announces:
             return None
-        return self.inner.publish(
-            self._wanted(compute_update(task, inputs, labels, local=local, generator=generator), memory)
-        )
+        return self.inner.publish(self._wanted(gradients, memory), scoped(memory, "inner"))
+
+    def residuals(self, memory: Memory) -> Iterator[Memory]:
+        """Its own, then those of the inner defense."""
+        yield scoped(memory, "residual")
+        yield from self.inner.residuals(scoped(memory, "inner"))
 
     def check_public(self, public: Public | None, parameters: Mapping[str, Tensor]) -> None:
         """As the inner defense says."""
@@ -532,7 +565,11 @@ class ErrorFeedback(Defense):
 class Chain(Defense):
     """Several defenses one after the other; all but the first must need only gradients.
 
-    At most one of them may have a server side of its own (`announce`, `visible` or `aggregate`).
+    At most one of them may have a server side of its own (it announces, hides updates or aggregates).
+
+    What a chain declares is what its parts guarantee. Those behind the first see only what the first one sends, so they
+    process what was already released: an (epsilon, delta) of the first part holds for the chain, and so does the
+    reconstruction bound of its noise. The locations that the first one announced hold if all others keep zeros.
 
     Args:
         parts: two or more defenses, in the order in which they act.
@@ -553,9 +590,9 @@ class Chain(Defense):
             if not part.gradient_only:
                 raise ParameterError(f"chain: {part.name} needs data and must come first")
         for part in parts[1:]:
-            if _overrides(part, "announce") or _overrides(part, "publish"):
+            if part.announces:
                 raise ParameterError(f"chain: {part.name} announces something before the round and must come first")
-        with_server_side = [part for part in parts if _has_server_side(part)]
+        with_server_side = [part for part in parts if part.announces or part.hides_updates or part.aggregates]
         if len(with_server_side) > 1:
             raise ParameterError(
                 "chain: at most one defense may have a server side, got "
@@ -564,6 +601,12 @@ class Chain(Defense):
         self.parts = parts
         self.name = "+".join(part.name for part in parts)  # type: ignore[misc]
         self.gradient_only = all(part.gradient_only for part in parts)
+        self.needs_preparing = any(part.needs_preparing for part in parts)
+        self.announces = parts[0].announces
+        self.hides_updates = any(part.hides_updates for part in parts)
+        self.aggregates = any(part.aggregates for part in parts)
+        self.adds_noise = any(part.adds_noise for part in parts)
+        self.keeps_zeros = all(part.keeps_zeros for part in parts)
         self._server = with_server_side[0] if with_server_side else parts[0]
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
@@ -587,9 +630,28 @@ class Chain(Defense):
             task, inputs, labels, generator=generator, memory=scoped(memory, "0"), local=local
         )
 
-    def publish(self, gradients: Mapping[str, Tensor]) -> Public | None:
+    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Public | None:
         """As the first part says."""
-        return self.parts[0].publish(gradients)
+        return self.parts[0].publish(gradients, scoped(memory, "0"))
+
+    def locations(self, public: Public | None) -> Public | None:
+        """Those of the first part, unless another one puts values elsewhere."""
+        return self.parts[0].locations(public) if all(part.keeps_zeros for part in self.parts[1:]) else None
+
+    def residuals(self, memory: Memory) -> Iterator[Memory]:
+        """Those of all parts."""
+        for index, part in enumerate(self.parts):
+            yield from part.residuals(scoped(memory, str(index)))
+
+    def noise_variance(self) -> float | Mapping[str, Tensor] | None:
+        """That of the first part: what is done to its noisy update can only take information away."""
+        return self.parts[0].noise_variance()
+
+    def privacy_spent(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> PrivacySpent | None:
+        """What the first part spends: the others process what it released."""
+        return self.parts[0].privacy_spent(rounds=rounds, batch_size=batch_size, examples=examples, local=local)
 
     def check_public(self, public: Public | None, parameters: Mapping[str, Tensor]) -> None:
         """As the first part says."""
@@ -695,52 +757,13 @@ class _Scoped(MutableMapping[str, Tensor]):
         return sum(1 for _ in self)
 
 
+@overload
+def scoped(memory: Memory, prefix: str) -> Memory: ...
+@overload
+def scoped(memory: None, prefix: str) -> None: ...
 def scoped(memory: Memory | None, prefix: str) -> Memory | None:
     """A view of `memory` in which every key stands under `prefix`."""
     return None if memory is None else _Scoped(memory, prefix)
-
-
-def _has_server_side(defense: Defense) -> bool:
-    return any(_overrides(defense, method) for method in ("publish", "announce", "visible", "aggregate"))
-
-
-def _overrides(defense: Defense, method: str) -> bool:
-    """Whether a defense, or one it is made of, has a method of its own."""
-    if isinstance(defense, Chain):
-        return any(_overrides(part, method) for part in defense.parts)
-    if isinstance(defense, ErrorFeedback):
-        return _overrides(defense.inner, method)
-    return all(getattr(type(defense), method) is not getattr(base, method) for base in (Defense, Perturbation))
-
-
-def needs_preparing(defense: Defense) -> bool:
-    """Whether `prepare` does something that the defense cannot work without."""
-    return _overrides(defense, "prepare")
-
-
-def hides_updates(defense: Defense) -> bool:
-    """Whether the defense is a protocol that keeps single updates from the server."""
-    return _overrides(defense, "visible")
-
-
-def announces(defense: Defense) -> bool:
-    """Whether a defense wants one client to announce something before the round."""
-    return _overrides(defense, "announce") or _overrides(defense, "publish")
-
-
-def aggregates_itself(defense: Defense) -> bool:
-    """Whether the server has to aggregate as the defense says; else any way of combining updates goes with it."""
-    return _overrides(defense, "aggregate")
-
-
-def published(defense: Defense, gradients: Mapping[str, Tensor], memory: Memory | None) -> Public | None:
-    """What a client announces that has its gradients already: `Defense.announce` without computing them again."""
-    if isinstance(defense, ErrorFeedback):
-        wanted = defense._wanted(gradients, memory)
-        return published(defense.inner, wanted, scoped(memory, "inner"))
-    if isinstance(defense, Chain):
-        return published(defense.parts[0], gradients, scoped(memory, "0"))
-    return defense.publish(gradients)
 
 
 def meta_of(gradients: Mapping[str, Tensor]) -> Meta | None:

@@ -24,6 +24,7 @@ class NoDefense(Perturbation):
     """
 
     paper = "-"
+    adds_noise, keeps_zeros = False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """A copy."""

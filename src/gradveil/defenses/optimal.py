@@ -55,6 +55,7 @@ class SensitivityDriven(StepDefense):
             raise ParameterError(
                 f"{self.name}: every must be 1 in the global form, which measures once in prepare, got {self.every}"
             )
+        self.needs_preparing = self.form == "global"
         self.measured: tuple[Gradients, Gradients] | None = None  # the global form's E s^2 and E g^2, once prepared
 
     @property

@@ -53,6 +53,7 @@ class Precode(StepDefense):
     """
 
     paper = "Scheliga et al., WACV 2022"
+    needs_preparing = True
 
     width: int = 256
     beta: float = 1e-3

@@ -68,16 +68,7 @@ from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.defenses.base import (
-    Chain,
-    ErrorFeedback,
-    Memory,
     Public,
-    aggregates_itself,
-    announces,
-    hides_updates,
-    needs_preparing,
-    published,
-    scoped,
 )
 from gradveil.federation.faults import (
     DUPLICATE,
@@ -128,10 +119,6 @@ OTHER_MESSAGES = ("evaluate", "query")
 
 CLIP = 10.0
 """Largest norm of an update, in gradient units, that a defense with noise is given unless the client says otherwise."""
-
-NOISE_FREE = ("none", "top-k", "quantization", "dual-pruning", "aligned-dual-pruning")
-"""Defenses whose strength does not depend on the update's size. Any other one is taken to add noise, and gets `CLIP`:
-a defense that this module has never heard of must not lose its protection to a large update."""
 
 MOST_EXAMPLES = 10_000_000
 
@@ -453,7 +440,7 @@ class _DefenseMod:
         key, after = _model_arrays(answer.content, "the client's reply")
         update = self._bounded(_update(before, after, lr, self.statistics), context)
         if announce:
-            return _announcement(message, published(self.defense, update, memory(context)))
+            return _announcement(message, self.defense.publish(update, memory(context)))
         update = self.defense.perturb(update, memory=memory(context), public=public)
         others = self._listed({name: record for name, record in answer.content.items() if name != key})
         if self.send == "dense":
@@ -512,7 +499,7 @@ class _DefenseMod:
         """
         if self.clip is None:
             return update
-        for residual in _residuals(self.defense, memory(context)):
+        for residual in self.defense.residuals(memory(context)):
             residual.update(_cut(dict(residual), self.clip, "what error feedback kept"))
         return Update(_cut(update, self.clip, "the update"), update.meta)
 
@@ -592,7 +579,7 @@ def defense_mod(
             server (compensation, aligned locations) does not happen.
         clip: largest norm of the update over all layers, in gradient units; what error feedback adds to it is cut to
             the same norm. A larger one is scaled down before the defense acts, with a warning. Default: 10 if the
-            defense adds noise (see `NOISE_FREE`), else None: no limit. A server can make an update as large as it
+            defense adds noise (`Defense.adds_noise`), else None: no limit. A server can make an update as large as it
             likes, and noise vanish beside it, so choose the norm of your honest updates rather than None.
         rounds: how many rounds this client answers in this context; None: any number. Needed with ``send="dense"``
             if the server's messages have no ``server-round``.
@@ -632,18 +619,18 @@ def defense_mod(
             "    return gradveil.flower.reply(message, update, defense)\n"
             'where task = task.with_parameters(message.content["arrays"].to_torch_state_dict())'
         )
-    if hides_updates(chosen):
+    if chosen.hides_updates:
         raise ParameterError(
             f"defense_mod: {chosen.name} stands for the outcome of a protocol, not for its cryptography; as a mod it "
             "would send every update in the clear. Run a secure-aggregation protocol in Flower instead"
         )
-    if isinstance(defense, str) and needs_preparing(chosen):
+    if isinstance(defense, str) and chosen.needs_preparing:
         raise ParameterError(
             f"defense_mod: {chosen.name} has to look at public data first: d = gradveil.defense(...), "
             "d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
         )
     if clip == "default":
-        clip = CLIP if _adds_noise(chosen) else None
+        clip = CLIP if chosen.adds_noise else None
     elif clip is not None:
         clip = checks.number("defense_mod", "clip", clip, above=0)
     if rounds is not None:
@@ -661,25 +648,6 @@ def defense_mod(
         _names("defense_mod", "metrics", metrics, "names of metrics"),
         kinds,
     )
-
-
-def _adds_noise(defense: Defense) -> bool:
-    if isinstance(defense, Chain):
-        return any(map(_adds_noise, defense.parts))
-    if isinstance(defense, ErrorFeedback):
-        return _adds_noise(defense.inner)
-    return defense.name not in NOISE_FREE
-
-
-def _residuals(defense: Defense, kept: Memory | None) -> Iterator[Memory]:
-    """What each error feedback in a defense has kept in a client's memory, layer by layer."""
-    if isinstance(defense, ErrorFeedback):
-        if (residual := scoped(kept, "residual")) is not None:
-            yield residual
-        yield from _residuals(defense.inner, scoped(kept, "inner"))
-    if isinstance(defense, Chain):
-        for index, part in enumerate(defense.parts):
-            yield from _residuals(part, scoped(kept, str(index)))
 
 
 def _cut(layers: Mapping[str, Tensor], norm: float, what: str) -> dict[str, Tensor]:
@@ -874,7 +842,7 @@ class GradveilStrategy(Strategy):
         arrays_of = _split_arrays(sent, self.statistics)
         now = _Round(server_round, sent, key, arrays_of.parameters, arrays_of.statistics, asked=messages)
         instructions = _Instructions(server_round, self.lr, str(self.defense))
-        if announces(self.defense):
+        if self.defense.announces:
             now.public = self._elect(now, instructions, grid)
         extra: dict[str, Any] = {INSTRUCTIONS: instructions.record()}
         if now.public is not None:
@@ -897,7 +865,7 @@ class GradveilStrategy(Strategy):
         if not accepted:
             logger.warning("gradveil: no update of round %d is left; the model stays as it was", server_round)
             return None, None
-        if aggregates_itself(self.defense):
+        if self.defense.aggregates:
             aggregate = self.defense.aggregate(
                 [one.update for one in accepted],
                 weights=[one.weight for one in accepted],
