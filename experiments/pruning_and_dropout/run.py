@@ -39,7 +39,7 @@ class LyingPublisher(AlignedDualPruning):
         self.share_of_liars = liars / CONFIG["training"]["clients"]
         self.draws = derived_generator(SEED, "liars", liars)
 
-    def publish(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def publish(self, gradients: Mapping[str, Tensor], memory: Any = None) -> Mapping[str, Tensor]:
         if float(torch.rand((), generator=self.draws)) < self.share_of_liars:
             gradients = {name: 1 / (value.abs() + 1e-30) for name, value in gradients.items()}
         return super().publish(gradients)

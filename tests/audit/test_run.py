@@ -309,6 +309,7 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
     @dataclass(repr=False)
     class WholeWay(Perturbation):
         paper = "-"
+        announces = needs_preparing = True
 
         def prepare(self, task, *, public=None, generator=None):
             self.images = len(public[0])
