@@ -94,7 +94,8 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
     noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
         task.device
     )
-    expected = task.outputs(task.parameters, noise).softmax(1).mean(0)
+    with torch.no_grad():
+        expected = task.outputs(task.parameters, noise).softmax(1).mean(0)
     lacking = batch_size * (expected - pull)
     labels = []
     for _ in range(batch_size):
