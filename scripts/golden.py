@@ -19,6 +19,7 @@ A golden file holds for one machine and one version of torch: write it before a 
 import argparse
 import json
 import math
+import os
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.pop("GRADVEIL_DATA", None)  # the embedded digits are the same everywhere
     golden = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     found: list[str] = []
     for part in arguments.parts or PARTS:
@@ -226,7 +228,7 @@ def main() -> None:
         differing = audit_differences(golden[part], made) if part == "audit" else differences(part, golden[part], made)
         print(f"{part}: {len(differing)} differences")
         found += differing
-    print("\n".join(found[:100]))
+    print("\n".join(found[:20]))
     raise SystemExit(bool(found))
 
 
