@@ -39,6 +39,7 @@ def test_a_leak_and_a_defense_that_stops_it(make_audit):
     assert first.startswith("Without a defense, `idlg` recovers 6 of 6 images (median 34.")
     assert "and `inverting-gradients` 6 of 6 (median 22." in first
     assert second == "`gaussian-noise:std=0.1` stops both attacks; it keeps 93 % of the accuracy."
+    assert "`gaussian-noise:std=0.1`: only the attacks named here were tried. Attackers who learn" in caveats(made)
 
 
 @pytest.mark.parametrize(

@@ -310,6 +310,11 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             "it clips coordinates, not examples, and its noise depends on the data."
         )
     stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
+    if stopping:
+        yield (
+            f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public images, and "
+            "attackers who only ask whose data it was, are not among them and may succeed where these fail."
+        )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
     for defense in stopping:
         by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
