@@ -162,7 +162,7 @@ def defenses(dataset: Dataset, rounds: int, clients: int) -> None:
     task = build(dataset)
     training = Training(rounds=max(2, rounds), clients=clients, clients_per_round=min(20, clients), batch_size=16)
     print(f"{'defense':40} {'execution':9} {'s a round':>10} {'defense':>8} {'server':>7}")
-    for name in gradveil.defenses():
+    for name in gradveil.list_defenses():
         for spec in (name, f"{name}+error-feedback") if gradveil.defense(name).gradient_only else (name,):
             result = train(task, dataset, gradveil.defense(spec), training)
             measured = result.rounds[1:]

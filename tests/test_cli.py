@@ -255,8 +255,8 @@ def test_list_has_a_line_for_everything(gradveil_command):
     assert code == 0
     listed = json.loads(out)
     names = {kind: [row["name"] for row in rows] for kind, rows in listed.items()}
-    assert names["defenses"] == gradveil.defenses()
-    assert names["attacks"] == gradveil.attacks()
+    assert names["defenses"] == gradveil.list_defenses()
+    assert names["attacks"] == gradveil.list_attacks()
     assert names["models"] == models.names()
     assert set(data.names()) <= set(names["datasets"])
     assert all(row["summary"] and row["source"] for rows in listed.values() for row in rows)

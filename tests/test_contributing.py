@@ -15,7 +15,7 @@ def test_the_example_defense_works_as_printed(monkeypatch):
     page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
     module, row = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     exec(compile(module, "CONTRIBUTING.md", "exec"), {"__name__": "example"})
-    assert "sign-flip" in gradveil.defenses()
+    assert "sign-flip" in gradveil.list_defenses()
     flipped = gradveil.defense("sign-flip", rate=1.0).perturb({"w": torch.tensor([1.0, -2.0])})["w"]
     assert flipped.tolist() == [-1.0, 2.0]
     cases = eval(f"[{row}]", {"Case": lambda *arguments, **keywords: (arguments, keywords)})

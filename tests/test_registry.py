@@ -38,3 +38,12 @@ def test_specs_survive_the_round_trip(name, parameters):
 def test_malformed_specs_are_refused(text):
     with pytest.raises(ParameterError):
         parse_spec(text)
+
+
+def test_packages_are_not_hidden_behind_functions():
+    import gradveil
+    import gradveil.attacks
+    import gradveil.defenses
+
+    assert gradveil.defenses.DEFENSES.names() == gradveil.list_defenses()
+    assert gradveil.attacks.ATTACKS.names() == gradveil.list_attacks()

@@ -33,24 +33,22 @@ __all__ = [
     "ThreatModel",
     "Update",
     "attack",
-    "attacks",
     "compensate",
     "defense",
-    "defenses",
     "inspect",
+    "list_attacks",
+    "list_defenses",
     "preset",
     "theory",
 ]
 
 
-# These two names are also the names of folders; as functions they are part of the public contract, and
-# `from gradveil.defenses import ...` goes on working.
-def defenses() -> list[str]:
+def list_defenses() -> list[str]:
     """The names of all defenses."""
     return DEFENSES.names()
 
 
-def attacks() -> list[str]:
+def list_attacks() -> list[str]:
     """The names of all attacks."""
     return ATTACKS.names()
 

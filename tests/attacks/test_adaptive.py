@@ -176,7 +176,7 @@ class TestTheTruthExplainsTheUpdate:
 
 class TestReadings:
     def test_every_defense_says_something(self, task, one):
-        for name in gradveil.defenses():
+        for name in gradveil.list_defenses():
             defense = gradveil.defense(name)
             if name == "ats":
                 defense = gradveil.defense("ats", policy="flip")
@@ -199,7 +199,7 @@ class TestReadings:
                 documented.setdefault(name, set()).update(forms.split(", "))
         public = torch.rand(6, 1, 5, 5, generator=seeded(), dtype=torch.float64), torch.arange(6) % 3
         settings = {"ats": [{"policy": "flip"}], "risk-slicing": [{}, {"ratio": 1.0}]}
-        for name in gradveil.defenses():
+        for name in gradveil.list_defenses():
             found: set[str] = set()
             for parameters in settings.get(name, [{}]):
                 defense = gradveil.defense(name, **parameters)

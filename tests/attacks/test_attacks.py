@@ -53,7 +53,7 @@ def attack_each(attack, task, images, labels, defense="none"):
 
 
 def test_every_registered_attack_has_a_quick_form():
-    assert sorted(QUICK) == gradveil.attacks()
+    assert sorted(QUICK) == gradveil.list_attacks()
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_inverting_gradients_recovers_undefended_digits(mnist_victims):
     assert psnr.median() >= 15
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", gradveil.list_attacks())
 def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
     task, images, labels = mnist_victims
     attack = gradveil.attack(name, **QUICK[name])
@@ -85,7 +85,7 @@ def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
     assert first.loss.shape == first.iterations.shape == (2,)
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", gradveil.list_attacks())
 def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     # Without the total variation: where its kinks make a gradient vanish, the last bit decides about a sign.
@@ -101,14 +101,14 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", gradveil.list_attacks())
 def test_an_attack_is_never_given_the_data(name):
     """It gets the task, the updates and the threat model; none of them holds the victim's images."""
     taken = inspect.signature(gradveil.attack(name).reconstruct).parameters
     assert list(taken) == ["task", "updates", "threat", "generator", "progress", "execution"]
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", gradveil.list_attacks())
 def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch):
     """The same update gives the same reconstruction, whatever becomes of the images and labels behind it."""
     images, labels = tiny_batch[0][:1].clone(), tiny_batch[1][:1].clone()
@@ -224,7 +224,7 @@ def test_total_variation_needs_images_and_skips_what_has_no_neighbours():
 
 
 def test_repr_builds_the_same_attack_again():
-    for name in gradveil.attacks():
+    for name in gradveil.list_attacks():
         attack = gradveil.attack(name)
         assert eval(repr(attack), {"gradveil": gradveil}) == attack
         assert gradveil.attack(str(attack)) == attack

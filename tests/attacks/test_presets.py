@@ -5,7 +5,7 @@ from gradveil.attacks.presets import BUDGETS
 from gradveil.errors import ParameterError, UnknownNameError
 
 
-@pytest.mark.parametrize("name", gradveil.attacks())
+@pytest.mark.parametrize("name", gradveil.list_attacks())
 @pytest.mark.parametrize(("dataset", "model"), [("mnist", "lenet"), ("cifar10", "lenet"), ("my-data", "my-model")])
 def test_every_attack_has_presets_that_grow_with_the_budget(name, dataset, model):
     presets = [gradveil.preset(name, budget, dataset=dataset, model=model) for budget in BUDGETS]

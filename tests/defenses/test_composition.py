@@ -176,7 +176,7 @@ def test_batch_norm_statistics_travel_with_the_update():
 # -- declared capabilities ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", gradveil.defenses())
+@pytest.mark.parametrize("name", gradveil.list_defenses())
 def test_what_a_defense_declares_is_what_it_does(name):
     defense = gradveil.defense(name)
     own = {m for m in ("publish", "visible", "aggregate", "prepare") if m in vars(type(defense))}

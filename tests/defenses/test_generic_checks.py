@@ -246,7 +246,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def test_every_registered_defense_has_a_row():
-    assert sorted(case.name for case in CASES + DATA_CASES) == gradveil.defenses()
+    assert sorted(case.name for case in CASES + DATA_CASES) == gradveil.list_defenses()
 
 
 @every_spec

@@ -7,7 +7,7 @@ import gradveil
 from gradveil.errors import ParameterError
 from gradveil.metrics import relative_power
 
-WITHOUT = {name for name in gradveil.defenses() if gradveil.defense(name).strength is None}
+WITHOUT = {name for name in gradveil.list_defenses() if gradveil.defense(name).strength is None}
 
 
 def test_who_has_no_strength_has_nothing_to_turn():
@@ -15,7 +15,7 @@ def test_who_has_no_strength_has_nothing_to_turn():
     assert not WITHOUT & {"gaussian-noise", "dual-pruning", "gradient-dropout", "refiner", "dp-sgd", "optimal-noise"}
 
 
-@pytest.mark.parametrize("name", sorted(set(gradveil.defenses()) - WITHOUT))
+@pytest.mark.parametrize("name", sorted(set(gradveil.list_defenses()) - WITHOUT))
 def test_the_strong_end_changes_more_than_the_weak_one(name, tiny_task, tiny_batch):
     defense = gradveil.defense(name)
     gradients, powers = tiny_task.gradients(*tiny_batch), []

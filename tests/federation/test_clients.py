@@ -109,7 +109,7 @@ def test_filling_up_needs_few_programs_and_changes_nothing():
             torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("spec", [s for s in gradveil.defenses() if gradveil.defense(s).gradient_only])
+@pytest.mark.parametrize("spec", [s for s in gradveil.list_defenses() if gradveil.defense(s).gradient_only])
 @pytest.mark.parametrize("local", ["sgd", "avg"])
 @pytest.mark.parametrize("wrapped", ["", "+error-feedback", "+gaussian-noise:std=0.01"])
 def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wrapped):
