@@ -185,6 +185,7 @@ class AuditFolder:
         """The config with its command, its adapted pairs, its victims' labels and its digest."""
         config = dict(self.config)
         pairs = [[row["defense_spec"], row["attack_spec"]] for row in self.results if row["adaptive"]]
+        config.setdefault("generic", [])
         config.setdefault("adapted", [pair for place, pair in enumerate(pairs) if pair not in pairs[:place]])
         if isinstance(config["victims"], int):
             images = config["batch_size"] * config["aggregated"]

@@ -18,6 +18,8 @@ def good(make_audit):
     """An audit with every figure a flag looks at, and nothing to object to: plain and adaptive, eight victims."""
     made = make_audit(defenses=[NONE, NOISE, TOP_K], attacks=[IDLG], victims=8)
     blind = {row["victim"]: row for row in made.results if row["attack"] == "blind-guess"}
+    for row in blind.values():
+        row["psnr"] = 2.0  # below all attackers
     for row in made.rows():
         row["power"] = 0.0 if row["defense"] == "none" else 0.4
         row["lpips"] = (0.3 if row["leaked"] else 0.9) * blind[row["victim"]]["lpips"]
@@ -250,3 +252,17 @@ def test_the_documentation_is_the_page_in_docs():
     for flag in FLAGS:
         assert f"\n## {flag.name}\n" in page.read_text()
         assert f"(#{flag.name})" in page.read_text()
+
+
+def test_an_adaptive_attacker_below_the_blind_guess_is_flagged(make_audit):
+    made = make_audit(defenses=[("none", {}, 0.0), ("gaussian-noise", {"std": 0.1}, 0.9)], victims=8)
+    for row in made.rows("gaussian-noise"):
+        made.results.append({**row, "adaptive": True})
+    made.config["adapted"] = [[made.config["defenses"][1], attack] for attack in made.config["attacks"]]
+    blind = [row for row in made.results if row["attack"] == "blind-guess"]
+    for row in blind:
+        row["psnr"] = 40.0
+    assert "adaptive-below-blind" in {found.flag.name for found in raised(read(made.write()))}
+    for row in blind:
+        row["psnr"] = 1.0
+    assert "adaptive-below-blind" not in {found.flag.name for found in raised(read(made.write()))}

@@ -322,3 +322,14 @@ def test_only_attacks_that_work_well_enough_are_said_to_be_stopped(make_audit):
     made = make_audit(defenses=[NONE, NOISE], victims=8)
     set_leaks(made.rows("none", "inverting-gradients"), 1)
     assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops `idlg`;")
+
+
+def test_the_generic_adaptive_attacker_is_called_that(make_audit):
+    """Averaging over simulated draws is what any defense meets: nobody has thought about this one."""
+    made = make_audit(defenses=[NONE, NOISE], victims=6)
+    adapted(made, "gaussian-noise")
+    made.config["generic"] = ["gaussian-noise:std=0.1"]
+    assert "even adapted" not in headline(made)[1]
+    words = caveats(made)
+    assert "`gaussian-noise:std=0.1`: only the generic adaptive attacker was tried" in words
+    assert "no attack that works here was adapted" not in words

@@ -152,6 +152,9 @@ def _check_methods(config: Row) -> None:
     for pair in config["adapted"]:
         if tuple(pair) not in known:
             refuse(CONFIG, "adapted", "a list of pairs of a defense and an attack of this audit", short(pair))
+    for spec in config["generic"]:
+        if spec not in config["defenses"]:
+            refuse(CONFIG, "generic", "a list of defenses of this audit", short(spec))
     rows = len(known) * config["victims"]
     if rows > MOST_ROWS:
         refuse(CONFIG, "victims", f"few enough for {MOST_ROWS:,} rows", f"{rows:,} rows")

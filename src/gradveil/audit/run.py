@@ -286,6 +286,7 @@ class _Bench:
                 for attack in map(create_attack, self.config.attacks)
                 if True in self._knowledge(create_defense(spec), attack)
             ],
+            "generic": [s for s in self.config.defenses if not create_defense(s).has_adaptive_attacker],
             "dataset_source": self.dataset.source,
             "data_digest": data_digest(self.dataset),
             "input_shape": list(self.input_shape),

@@ -160,6 +160,7 @@ CONFIG_SCHEMA: Schema = {
     "command": text(MOST_COMMAND),
     **SETTINGS,
     "adapted": listing(listing(text(), 2), MOST_METHODS**2),
+    "generic": listing(text(), MOST_METHODS),
     "dataset_source": WORDS,
     "data_digest": digest(),
     "input_shape": listing(whole(1, 1_000_000), 3),

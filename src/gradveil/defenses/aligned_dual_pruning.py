@@ -57,6 +57,7 @@ class AlignedDualPruning(Perturbation):
     """
 
     paper = "Xue et al., AAAI 2024"
+    has_adaptive_attacker = True
     announces, aggregates, adds_noise, keeps_zeros = True, True, False, True
     strength = Strength("keep", 1.0, 1e-4, log=True)
 

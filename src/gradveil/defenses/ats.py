@@ -68,6 +68,7 @@ class ATS(Defense):
     """
 
     paper = "Gao et al., CVPR 2021"
+    has_adaptive_attacker = True
     needs_preparing = True
 
     policy: str = SEARCH

@@ -61,7 +61,13 @@ class Strength:
         return round(value) if self.whole else float(f"{value:.4g}")
 
 
-_DECLARED = {"announce": "announces", "publish": "announces", "visible": "hides_updates", "aggregate": "aggregates"}
+_DECLARED = {
+    "announce": "announces",
+    "publish": "announces",
+    "visible": "hides_updates",
+    "aggregate": "aggregates",
+    "adapt": "has_adaptive_attacker",
+}
 """Methods that a defense writes only if it has the capability."""
 
 
@@ -93,6 +99,9 @@ class Defense(Method, ABC):
     one that was not thought of must not lose its protection to a large update."""
     keeps_zeros: bool = False
     """What is zero in the gradient is zero in what it sends."""
+    has_adaptive_attacker: bool = False
+    """`adapt` says how an attacker who knows the defense uses that; else only the generic one is there, which averages
+    over simulated draws."""
 
     def __init_subclass__(cls) -> None:
         """Refuse a class that does what it does not declare: compositions would leave it out."""
@@ -428,7 +437,7 @@ class ErrorFeedback(Defense):
         self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
         self.needs_preparing, self.announces = inner.needs_preparing, inner.announces
         self.hides_updates, self.aggregates = inner.hides_updates, inner.aggregates
-        self.adds_noise = inner.adds_noise
+        self.adds_noise, self.has_adaptive_attacker = inner.adds_noise, inner.has_adaptive_attacker
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """Prepare the inner defense."""

@@ -60,6 +60,7 @@ class DPSGD(StepDefense):
     """
 
     paper = "Abadi et al., CCS 2016"
+    has_adaptive_attacker = True
     strength = Strength("noise_multiplier", 1e-3, 100.0, log=True)
 
     clip: float = 1.0

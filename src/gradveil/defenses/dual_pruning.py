@@ -46,6 +46,7 @@ class DualPruning(Perturbation):
     """
 
     paper = "Xue et al., AAAI 2024"
+    has_adaptive_attacker = True
     adds_noise, keeps_zeros = False, True
 
     k1: float = 0.05

@@ -36,6 +36,7 @@ class GaussianNoise(Perturbation):
     """
 
     paper = "Zhu et al., NeurIPS 2019"
+    has_adaptive_attacker = True
     strength = Strength("std", 1e-4, 10.0, log=True)
 
     std: float = 0.01

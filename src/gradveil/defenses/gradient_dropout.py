@@ -48,6 +48,7 @@ class GradientDropout(Perturbation):
     """
 
     paper = "Sotthiwat et al., Gradient Dropout"
+    has_adaptive_attacker = True
     strength = Strength("keep", 1.0, 0.01, log=True)
 
     keep: float = 0.8

@@ -24,6 +24,7 @@ class NoDefense(Perturbation):
     """
 
     paper = "-"
+    has_adaptive_attacker = True
     adds_noise, keeps_zeros = False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:

@@ -150,6 +150,8 @@ class SensitivityDriven(StepDefense):
 class SensitivityNoise(SensitivityDriven):
     """One that adds noise: subclasses also write `variance`."""
 
+    has_adaptive_attacker = True
+
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
 

@@ -54,6 +54,7 @@ class OptimalPruning(SensitivityDriven):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    has_adaptive_attacker = True
     strength = Strength("rate", 0.0, 1.0)
 
     rate: float = 0.8

@@ -59,6 +59,7 @@ class Outpost(Defense):
     """
 
     paper = "Wang et al., INFOCOM 2023"
+    has_adaptive_attacker = True
     strength = Strength("scale", 1e-3, 100.0, log=True)
 
     scale: float = 0.8

@@ -53,6 +53,7 @@ class Precode(StepDefense):
     """
 
     paper = "Scheliga et al., WACV 2022"
+    has_adaptive_attacker = True
     needs_preparing = True
 
     width: int = 256

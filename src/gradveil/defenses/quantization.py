@@ -43,6 +43,7 @@ class Quantization(Perturbation):
     """
 
     paper = "Reisizadeh et al., AISTATS 2020"
+    has_adaptive_attacker = True
     adds_noise = False
     strength = Strength("bits", 16, 1, whole=True)
 

@@ -97,6 +97,7 @@ class Refiner(StepDefense):
     """
 
     paper = "Fan et al., USENIX Security 2025"
+    has_adaptive_attacker = True
     strength = Strength("epsilon", 1e-3, 100.0, log=True)
 
     epsilon: float = 0.1

@@ -77,6 +77,7 @@ class RiskSlicing(Defense):
     """
 
     paper = "Risk-sliced perturbation with global compensation"
+    has_adaptive_attacker = True
     needs_preparing, aggregates = True, True
     strength = Strength("std", 1e-4, 10.0, log=True)
 

@@ -61,6 +61,7 @@ class Soteria(StepDefense):
     """
 
     paper = "Sun et al., CVPR 2021"
+    has_adaptive_attacker = True
     strength = Strength("rate", 0.0, 1.0)
 
     rate: float = 0.8

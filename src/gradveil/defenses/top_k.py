@@ -35,6 +35,7 @@ class TopK(Perturbation):
     """
 
     paper = "Lin et al., ICLR 2018"
+    has_adaptive_attacker = True
     adds_noise, keeps_zeros = False, True
     strength = Strength("keep", 1.0, 1e-4, log=True)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from gradveil.audit.statistics import possible_share
-from gradveil.report.read import UNDEFENDED, Attempt, Audit
+from gradveil.report.read import ADAPTIVE, UNDEFENDED, Attempt, Audit
 from gradveil.report.scores import gain_over_plain, gain_over_undefended, score, strongest
 from gradveil.report.text import join, names, percent, plural
 
@@ -132,6 +132,15 @@ STRONGER_DOES_WORSE = Flag(
     "Mend the adaptive attack, or give the undefended one more iterations. Until then the weaker attacker's rows are "
     "the better estimate of what leaks.",
 )
+BELOW_BLIND = Flag(
+    "adaptive-below-blind",
+    "An attacker who knows the defense does worse than guessing",
+    "under a defense that no attack breaks, every adaptive attacker stays below the blind guess in the median PSNR.",
+    "Anybody can answer with the public mean image of the class. An adaptive attacker that does worse has not made use "
+    "of what it could know, so what it fails to recover says little about what the defense protects.",
+    "Give it a stronger prior or more restarts, or another attack; until then take the verdict for that of plain "
+    "gradient matching.",
+)
 CHANGED_NOTHING = Flag(
     "defense-changed-nothing",
     "The defense left the update as it was",
@@ -245,6 +254,23 @@ def _stronger_does_worse(audit: Audit) -> Iterator[str]:
             )
 
 
+def _below_blind(audit: Audit) -> Iterator[str]:
+    if not audit.blind:
+        return
+    guessed = score(audit.blind).psnr
+    below = {}
+    for defense in audit.real_defenses:
+        rows = {attack: found for attack in audit.attacks if (found := audit.of(defense, attack))}
+        adaptive = [score(found).psnr for attack, found in rows.items() if attack.endswith(ADAPTIVE)]
+        if adaptive and max(adaptive) < guessed and not any(row.leaked for found in rows.values() for row in found):
+            below[defense] = max(adaptive)
+    if below:
+        yield (
+            f"Under {names(list(below), NAMED)} the best adaptive attacker reaches {max(below.values()):.1f} dB in the "
+            f"median, the blind guess {guessed:.1f} dB."
+        )
+
+
 def _changed_nothing(audit: Audit) -> Iterator[str]:
     for defense in audit.real_defenses:
         powers = [row.power for row in audit.attempts if row.defense == defense and row.power is not None]
@@ -309,6 +335,7 @@ _CHECKS: dict[Flag, Callable[[Audit], Iterator[str]]] = {
     NOT_CONVERGED: _not_converged,
     RESTARTS_DISAGREE: _restarts_disagree,
     STRONGER_DOES_WORSE: _stronger_does_worse,
+    BELOW_BLIND: _below_blind,
     CHANGED_NOTHING: _changed_nothing,
     METRICS_DISAGREE: _metrics_disagree,
     TOO_FEW_VICTIMS: _too_few_victims,

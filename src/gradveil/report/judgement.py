@@ -111,7 +111,12 @@ def _stopped(audit: Audit, defense: str) -> list[str]:
 
 
 def _adapted(audit: Audit, defense: str) -> list[str]:
-    """Which of them were adapted to `defense`; only these show what an attacker gets who knows it."""
+    """Which of them were adapted to `defense`; only these show what an attacker gets who knows it.
+
+    The generic adaptive attacker, which any defense meets, was not written for it and does not count.
+    """
+    if defense in audit.generic:
+        return []
     return [method for method in _working_methods(audit) if audit.of(defense, adaptive(method))]
 
 
@@ -315,8 +320,16 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public images, and "
             "attackers who only ask whose data it was, are not among them and may succeed where these fail."
         )
+    generic = [defense for defense in stopping if defense in audit.generic]
+    if generic:
+        yield (
+            f"{names(generic)}: only the generic adaptive attacker was tried, which averages over simulated draws; "
+            "none was written for this defense, and one that was may recover more."
+        )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
     for defense in stopping:
+        if defense in generic:
+            continue
         by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
     for methods, defenses in by_adapted.items():
         if len(methods) < len(_working_methods(audit)):

@@ -177,7 +177,7 @@ def _price(audit: Audit) -> dict[str, str] | None:
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
     """All of the config but the command and the methods, which the page shows by themselves."""
-    elsewhere = {"command", "defenses", "attacks", "adapted"}
+    elsewhere = {"command", "defenses", "attacks", "adapted", "generic"}
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in elsewhere]
 
 

@@ -92,8 +92,8 @@ class Audit:
 
     Defenses and attacks are labels, in the order in which they were asked for, the defenses at the strength that a
     match found; `methods` are the attacks without their adaptive variants. `expected` are the pairs of defense and
-    attack that were to run. `images` are those behind each victim. `torn` names the files whose last line was cut
-    short.
+    attack that were to run. `generic` are the defenses for which nobody has written an adaptive attacker. `images` are
+    those behind each victim. `torn` names the files whose last line was cut short.
     """
 
     folder: Path
@@ -102,6 +102,7 @@ class Audit:
     attacks: tuple[str, ...]
     methods: tuple[str, ...]
     expected: tuple[tuple[str, str], ...]
+    generic: frozenset[str]
     victims: int
     images: int
     attempts: tuple[Attempt, ...]
@@ -191,6 +192,7 @@ def read(folder: Path) -> Audit:
         attacks=tuple(_variants(methods, attempts)),
         methods=tuple(methods),
         expected=tuple(_expected(config, defenses)),
+        generic=frozenset(spec for asked, spec in defenses.items() if asked in config["generic"]),
         victims=config["victims"],
         images=config["batch_size"] * config["aggregated"],
         attempts=attempts,
