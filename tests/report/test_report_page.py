@@ -192,7 +192,7 @@ def test_raised_flags_stand_above_the_verdict_and_lead_to_their_meaning(make_aud
     assert "#few-victims" in links
     assert {flag.name for flag in FLAGS} <= {attributes.get("id") for attributes in page.all("div")}
     clear = page_of(make_audit(victims=8)).text
-    assert clear.index("None of the 8 trust flags is raised") < clear.index("Without a defense,")
+    assert clear.index("None of the 9 trust flags is raised") < clear.index("Without a defense,")
 
 
 def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
