@@ -3,6 +3,7 @@ import pytest
 import torch
 from scipy import stats
 
+from gradveil.errors import ParameterError
 from gradveil.randomness import SecureSource, SeededSource, source_of
 from gradveil.randomness.discrete import grid_step
 
@@ -66,6 +67,27 @@ def test_uniform_integers_and_permutations():
     counts = torch.unique(codes, return_counts=True)[1]
     assert len(counts) == 24
     assert stats.chisquare(counts.numpy()).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_rounded_at_the_end(dtype):
+    values, source = torch.full((100_000,), 0.5, dtype=dtype), SecureSource()
+    for noisy in (
+        source.add_normal(values, 0.3),
+        source.add_laplace(values, 0.3),
+        source.add_normal(values, torch.full_like(values, 0.3), typical=0.3),
+        0.5 + 0.3 * source.normal(values),
+    ):
+        assert noisy.dtype == dtype
+        assert float(noisy.float().std()) == pytest.approx(0.3, rel=0.02)
+    assert source.uniform(values).dtype == dtype
+
+
+@pytest.mark.parametrize("std", [1e-300, 1e300])
+def test_deviations_that_no_grid_can_hold_are_refused(std):
+    for add in (SecureSource().add_normal, SecureSource().add_laplace):
+        with pytest.raises(ParameterError, match="standard deviation must be from 1e-280 to 1e\\+280"):
+            add(torch.zeros(20, dtype=torch.float64), std)
 
 
 def test_shapes_strides_and_empty_tensors():

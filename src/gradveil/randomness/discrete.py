@@ -29,7 +29,11 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from gradveil.errors import ParameterError
 from gradveil.randomness.stream import Keystream
+
+SMALLEST, LARGEST = 1e-280, 1e280
+"""Standard deviations beyond these have grids that double precision cannot count in."""
 
 FINENESS = 24
 """Steps of the grid in a standard deviation: 2^24 and up to twice as many."""
@@ -47,6 +51,8 @@ def grid_step(std: float) -> float:
     >>> grid_step(1.0) == 2**-24, grid_step(1.9) == 2**-24, grid_step(2.0) == 2**-23
     (True, True, True)
     """
+    if not SMALLEST <= std <= LARGEST:
+        raise ParameterError(f"noise: its standard deviation must be from {SMALLEST:g} to {LARGEST:g}, got {std:g}")
     return math.ldexp(1.0, math.frexp(std)[1] - 1 - FINENESS)
 
 

@@ -142,13 +142,13 @@ class SecureSource(Source):
 
     def normal(self, like: Tensor) -> Tensor:
         """Multiples of 2^-24."""
-        result = _dense_like(like, "cpu")
+        result = torch.empty(like.shape, dtype=_working_type(like))
         target, first = _flat(result), 0
         for run in self._gaussian(2.0**FINENESS, result.numel()):
             last = first + len(run)
             np.multiply(run, target.dtype.type(2.0**-FINENESS), out=target[first:last], casting="unsafe")
             first = last
-        return result.to(like.device)
+        return result.to(like.device, like.dtype)
 
     def uniform(self, like: Tensor) -> Tensor:
         """Multiples of 2^-24 or, in double precision, of 2^-53."""
@@ -182,7 +182,7 @@ class SecureSource(Source):
         step = grid_step(scale)
         each = _flat(std) * (2.0**-FINENESS / step) if isinstance(std, Tensor) else None
         noisy = None if where is None else _flat(where)
-        result = _dense_like(values, "cpu")
+        result = torch.empty(values.shape, dtype=_working_type(values))
         target, own, first = _flat(result), _flat(values), 0
         for run in self._gaussian(scale / step if each is None else 2.0**FINENESS, result.numel()):
             part = slice(first, first + len(run))
@@ -193,13 +193,14 @@ class SecureSource(Source):
                 noise *= noisy[part]
             target[part] = _on_grid(own[part], step, noise)
             first = part.stop
-        return result.to(values.device)
+        return result.to(values.device, values.dtype)
 
     def add_laplace(self, values: Tensor, std: float) -> Tensor:
         """A Laplace variable rounded to the grid of the values."""
         if std == 0:
             return values.clone()
-        step, result, stream = grid_step(std), _dense_like(values, "cpu"), self._key.stream()
+        step, stream = grid_step(std), self._key.stream()
+        result = torch.empty(values.shape, dtype=_working_type(values))
         target, own = _flat(result), _flat(values)
         for first in range(0, len(own), _CHUNK):
             part = slice(first, min(first + _CHUNK, len(own)))
@@ -207,7 +208,7 @@ class SecureSource(Source):
             signs = np.where(stream.words(len(tail)) & np.uint32(1), 1.0, -1.0)
             noise = np.rint(std / 2**0.5 / step * signs * -np.log(tail + 2.0**-54))  # the middle of each 2^-53
             target[part] = _on_grid(own[part], step, noise)
-        return result.to(values.device)
+        return result.to(values.device, values.dtype)
 
     def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
         """The values that stay are put on the grid of the draws, for not every float is a possible value."""
@@ -277,13 +278,19 @@ def source_of(randomness: Randomness | None) -> Source:
 _CHUNK = 1 << 15
 
 
-def _dense_like(like: Tensor, device: torch.device | str | None = None) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=device or like.device)
+def _dense_like(like: Tensor) -> Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def _working_type(like: Tensor) -> torch.dtype:
+    """What numpy computes with in the place of `like`'s type: it has no bfloat16."""
+    return torch.float64 if like.dtype == torch.float64 else torch.float32
 
 
 def _flat(tensor: Tensor) -> NDArray[Any]:
     """All values in order; of a contiguous tensor on the CPU, its own memory."""
-    flat: NDArray[Any] = tensor.detach().cpu().contiguous().view(-1).numpy()
+    exact = tensor.detach().cpu() if tensor.dtype != torch.bfloat16 else tensor.detach().cpu().float()
+    flat: NDArray[Any] = exact.contiguous().view(-1).numpy()
     return flat
 
 
