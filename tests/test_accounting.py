@@ -51,9 +51,14 @@ def test_without_sampling_it_is_the_gaussian_mechanism():
     assert exact <= privacy_spent(**whole).epsilon <= 1.15 * exact
 
 
-def test_several_passes_count_as_less_noise():
-    run = RUNS[2]
-    assert privacy_spent(**run, passes=4) == privacy_spent(**run | {"noise_multiplier": 1.0})
+@pytest.mark.parametrize("sampling", ["fixed", "poisson"])
+def test_several_passes_are_composed_without_counting_on_the_drawing_of_batches(sampling):
+    run = {"rounds": 10, "batch_size": 5, "examples": 50, "delta": 1e-5, "noise_multiplier": 8.0, "sampling": sampling}
+    several = privacy_spent(**run, passes=4).epsilon
+    # All examples in every batch, with half the noise: the composition of four Gaussian mechanisms.
+    whole = privacy_spent(**run | {"batch_size": 50, "noise_multiplier": 4.0}).epsilon
+    assert several == pytest.approx(whole, rel=0.02)
+    assert several > privacy_spent(**run | {"noise_multiplier": 4.0}).epsilon
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])

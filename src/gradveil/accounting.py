@@ -69,8 +69,9 @@ def privacy_spent(
         examples: examples it was drawn from.
         delta: must be well below 1 / examples to mean anything.
         sampling: ``"fixed"`` or ``"poisson"``.
-        passes: noised gradients each drawn example takes part in, in a round (local epochs). Their composition is
-            one Gaussian mechanism with the noise divided by sqrt(passes).
+        passes: noised gradients each drawn example takes part in, in a round (local epochs). Above 1, the drawing of
+            batches is not counted as protection: the theorems on sampling behind these figures are about one Gaussian
+            mechanism a batch, and what is sure of several, each of which sees the ones before, is their composition.
 
     >>> privacy_spent(noise_multiplier=1.1, rounds=100, batch_size=10, examples=1000, delta=1e-5).epsilon > 1
     True
@@ -92,15 +93,17 @@ def privacy_spent(
     from dp_accounting import pld, rdp
 
     relation = dp_accounting.NeighboringRelation
-    effective = noise_multiplier / passes**0.5
     accountant: dp_accounting.PrivacyAccountant
+    event: dp_accounting.DpEvent
     if sampling == "fixed":
-        event = dp_accounting.SampledWithoutReplacementDpEvent(
-            examples, batch_size, dp_accounting.GaussianDpEvent(effective / 2)
-        )
+        event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+        if passes == 1:
+            event = dp_accounting.SampledWithoutReplacementDpEvent(examples, batch_size, event)
         accountant = rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
     else:
-        event = dp_accounting.PoissonSampledDpEvent(batch_size / examples, dp_accounting.GaussianDpEvent(effective))
+        event = dp_accounting.GaussianDpEvent(noise_multiplier)
+        if passes == 1:
+            event = dp_accounting.PoissonSampledDpEvent(batch_size / examples, event)
         accountant = pld.PLDAccountant(relation.ADD_OR_REMOVE_ONE)
-    accountant.compose(event, rounds)
+    accountant.compose(event, rounds * passes)
     return PrivacySpent(float(accountant.get_epsilon(delta)), delta, sampling)

@@ -24,7 +24,7 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
         clip: largest norm of one example's gradient.
         grid: a power of two. Every value of a clipped gradient is cut towards zero to a multiple of it, so that no
             example is longer than `clip` whatever rounding did before, and the sum, in double precision, is exact.
-            None: as the model's precision has it.
+            None: as the model's precision has it, and a gradient that is not finite is refused.
     """
     if grid is not None and clip / grid * len(inputs) >= 2**53:
         raise ParameterError(
@@ -42,7 +42,8 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
         if grid is not None:
             gradients = {name: value.double() for name, value in gradients.items()}
         squares = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0)
-        if not bool(squares.isfinite().all()):
+        finite = squares.isfinite()
+        if grid is None and not bool(finite.all()):
             raise NotFiniteError(
                 "clipping: an example's gradient is not finite; lower the learning rate or check the data"
             )
@@ -52,8 +53,10 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
             for name, value in gradients.items():
                 total[name] += torch.tensordot(scale, value, dims=1)
         else:
-            scale = (clip * _BELOW / norms).clamp_max(1) / grid
+            # An example whose gradient overflows counts as zero: to refuse would tell the server that there is one.
+            scale = torch.where(finite, (clip * _BELOW / norms).clamp_max(1) / grid, 0)
             for name, value in gradients.items():
-                whole = (value * scale.view(-1, *[1] * (value.ndim - 1))).trunc()
+                shape = (-1, *[1] * (value.ndim - 1))
+                whole = (torch.where(finite.view(shape), value, 0) * scale.view(shape)).trunc()
                 total[name] += whole.sum(0) * grid
     return total

@@ -893,9 +893,10 @@ def test_defenses_with_noise_have_a_norm_by_default(spec, clip):
 
 
 class Holding(type(gradveil.defense("none"))):
-    """Sends nothing, so that error feedback keeps all; nobody has said that it adds no noise."""
+    """Sends nothing, so that error feedback keeps all; its strength is said to depend on the size of updates."""
 
     name = "holding"
+    adds_noise = True
 
     def perturb_layers(self, layers, draws, public=None):
         self.given.append(math.hypot(*(float(value.norm()) for value in layers.values())))

@@ -25,6 +25,7 @@ def test_noise_lies_on_the_grid_whatever_it_was_added_to(dtype, std):
         SecureSource().add_laplace(values, std),
         SecureSource().add_normal(values, torch.full_like(values, std), typical=std),
         SecureSource().replace_normal(values, std, torch.arange(20_000) % 2 == 0),
+        SecureSource().add_normal(values, std, where=torch.arange(20_000) % 2 == 0),
     ):
         assert noisy.dtype == dtype
         steps = noisy.double() / step
@@ -81,6 +82,18 @@ def test_half_precision_is_rounded_at_the_end(dtype):
         assert noisy.dtype == dtype
         assert float(noisy.float().std()) == pytest.approx(0.3, rel=0.02)
     assert source.uniform(values).dtype == dtype
+    assert float(source.uniform(values).max()) < 1
+
+
+def test_zero_has_no_sign():
+    tiny = torch.full((2000,), -1e-12)
+    for noisy in (
+        SecureSource().add_normal(tiny, 0.3, where=torch.zeros(2000, dtype=torch.bool)),
+        SecureSource().add_normal(tiny, torch.zeros(2000), typical=0.3),
+        SecureSource().replace_normal(tiny, 0.3, torch.zeros(2000, dtype=torch.bool)),
+    ):
+        assert not noisy.any()
+        assert not noisy.signbit().any()
 
 
 @pytest.mark.parametrize("std", [1e-300, 1e300])

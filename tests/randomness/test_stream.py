@@ -1,4 +1,6 @@
+import copy
 import os
+import pickle
 
 import numpy as np
 import torch
@@ -44,6 +46,13 @@ def test_words_pass_frequency_and_run_tests():
     for lag in (8, 32, 512):
         agree = (bits[lag:] == bits[:-lag]).sum()
         assert abs(agree - (count - lag) / 2) < 4.9 * count**0.5 / 2
+
+
+def test_copies_do_not_repeat_the_draws():
+    source = SecureSource()
+    for again in (copy.deepcopy(source), pickle.loads(pickle.dumps(source))):
+        own, other = (one.uniform(torch.empty(8, dtype=torch.float64)) for one in (source, again))
+        assert not set(own.tolist()) & set(other.tolist())
 
 
 def test_layers_clients_and_forks_do_not_share_a_stream():

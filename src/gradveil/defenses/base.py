@@ -334,9 +334,7 @@ class Perturbation(Defense):
             name: rows.reshape(gradients[name].shape)
             for name, rows in self.perturb_layers(layers, Draws(sources), public).items()
         }
-        for name, value in result.items():
-            if not _is_finite(value):
-                raise InputError(f"{self.name}: the result overflows {value.dtype} in {name!r}; use a weaker {self!r}")
+        check_result(self, result)
         return result
 
     def share(
@@ -794,6 +792,15 @@ def _with_residual(name: str, value: Tensor, residual: Tensor | None) -> Tensor:
 def _is_finite(value: Tensor) -> bool:
     # The extremes are NaN or infinite when any value is; a tenth of the time of `isfinite(value).all()`.
     return not value.numel() or all(math.isfinite(extreme) for extreme in value.detach().aminmax())
+
+
+def check_result(defense: Defense, result: Mapping[str, Tensor]) -> None:
+    """Refuse to send what is not finite any more; after noise, that tells nothing of the gradient."""
+    for name, value in result.items():
+        if not _is_finite(value):
+            raise NotFiniteError(
+                f"{defense.name}: the result overflows {value.dtype} in {name!r}; use a weaker {defense!r}"
+            )
 
 
 def check_gradients(owner: str, gradients: Mapping[str, Tensor]) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
+from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength, check_result
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
 from gradveil.randomness import Source
 from gradveil.randomness.discrete import grid_step
@@ -76,10 +76,12 @@ class DPSGD(StepDefense):
         """The noisy mean of clipped gradients."""
         std = self.noise_multiplier * self.clip
         grid = grid_step(std) if source.secure and std else None
-        return {
+        result = {
             name: (source.add_normal(value, std) / len(inputs)).to(task.dtype)
             for name, value in clipped_sum(task, inputs, labels, self.clip, grid=grid).items()
         }
+        check_result(self, result)
+        return result
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Clips the candidate's gradient too (exact for one image), and weighs an image prior by the noise."""

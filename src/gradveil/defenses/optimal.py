@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients
+from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients, check_result
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import Randomness, Source, derived_generator, source_of
@@ -175,6 +175,11 @@ class SensitivityNoise(SensitivityDriven):
         mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
         prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
         return {"prior": prior, "weighted": weighted}
+
+    def checked(self, noisy: Gradients) -> Gradients:
+        """What may leave: finite values only."""
+        check_result(self, noisy)
+        return noisy
 
     @abstractmethod
     def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:

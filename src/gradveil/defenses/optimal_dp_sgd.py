@@ -90,7 +90,7 @@ class OptimalDpSgd(SensitivityNoise):
         where = None
         if self.form == "local":
             where = {name: value.abs() < self.clip for name, value in gradients.items()}
-        return add_noise(clipped, self._variance(sensitivity, weight, where), self.std, source)
+        return self.checked(add_noise(clipped, self._variance(sensitivity, weight, where), self.std, source))
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """That of the prepared global form."""

@@ -86,7 +86,7 @@ class OptimalNoise(SensitivityNoise):
 
     def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
         """Add the noise."""
-        return add_noise(gradients, self.variance(sensitivity, weight), self.std, source)
+        return self.checked(add_noise(gradients, self.variance(sensitivity, weight), self.std, source))
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """That of the prepared global form."""

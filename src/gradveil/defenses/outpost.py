@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength
+from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength, check_result
 from gradveil.defenses.knowledge import Knowledge, Reading, read_ranked
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
@@ -98,9 +98,9 @@ class Outpost(Defense):
         if draw >= 1 / (1 + self.decay * rounds):
             return update
         weights = task.parameters
-        return Update(
-            {name: self._perturbed(value, weights[name], source) for name, value in update.items()}, update.meta
-        )
+        result = {name: self._perturbed(value, weights[name], source) for name, value in update.items()}
+        check_result(self, result)
+        return Update(result, update.meta)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """In a round of pruning, matches what arrived by the layers' noise; in the others, all of it and exactly."""

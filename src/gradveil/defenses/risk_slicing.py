@@ -11,7 +11,17 @@ from torch import Tensor
 from gradveil import checks
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
-from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public, Strength, check_gradients, meta_of
+from gradveil.defenses.base import (
+    DEFENSES,
+    Batch,
+    Defense,
+    Memory,
+    Public,
+    Strength,
+    check_gradients,
+    check_result,
+    meta_of,
+)
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
@@ -232,6 +242,7 @@ class RiskSlicing(Defense):
             name: source.add_normal(value, self.noise_std, where=chosen[slice_of[name].long()])
             for name, value in gradients.items()
         }
+        check_result(self, result)
         return Update(result, meta_of(gradients))
 
     def _clipped(self, task: Task, inputs: Tensor, labels: Tensor) -> Gradients:

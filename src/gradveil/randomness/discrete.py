@@ -9,16 +9,17 @@ was already released. So the guarantee is that of the integer mechanism.
 
 **Normal noise.** Z is a discrete Gaussian (Canonne, Kamath and Steinke, NeurIPS 2020), :math:`P(z) \propto
 exp(-z^2 / 2 s^2)`, with s from 2^24 to 2^25 steps. On so fine a grid it is the continuous Gaussian rounded to the
-nearest step, but for a factor of :math:`1 + (z^2/s^2 - 1) / 24 s^2`, that is 1 + 2^-47 at eight deviations. The rounded
+nearest step, but for a factor of :math:`1 + (z^2/s^2 - 1) / 24 s^2`, that is 1 + 2^-46 at eight deviations. The rounded
 Gaussian, added to whole numbers, *is* the continuous mechanism followed by rounding, for round(G + X) = G + round(X):
 every theorem and accountant of the continuous Gaussian holds for it, sampled batches and composition included.
 
 **How exactly it is drawn.** A sign and a magnitude, by rejection from cells of 2^20 neighbouring values: a cell by an
 alias table of whole numbers, which is exact, a value z in it uniformly, and the value is kept with probability
 :math:`q_{cell} \, exp(-(z^2 - e^2) / 2 s^2)`, e the cell's smallest value. The exponent is an exact integer times a
-constant, so each probability has a relative error below 2^-50. Together with the factor above, one value changes
-log-likelihood ratios by less than 2^-46, a round of d values epsilon by less than d / 2^46: 11 million values, 2e-7.
-Nothing lies outside the 512 cells (16 deviations and more), which adds less than d * 1e-57 to delta.
+constant, so each probability has a relative error below 2^-50. Together with the factor above, one value within eight
+deviations changes log-likelihood ratios by less than 2^-45, a round of d values epsilon by less than d / 2^45: 11
+million values, 4e-7. Values beyond eight deviations, where a relative error could be larger, have a probability of
+1.3e-15 together: they add at most d * 1.3e-15 to delta. (Beyond 16 deviations there is nothing: 1.3e-57.)
 """
 
 import decimal

@@ -151,13 +151,14 @@ class SecureSource(Source):
         return result.to(like.device, like.dtype)
 
     def uniform(self, like: Tensor) -> Tensor:
-        """Multiples of 2^-24 or, in double precision, of 2^-53."""
+        """Multiples of 2^-24, of 2^-53 in double precision, and of less in half: always below 1."""
         stream = self._key.stream()
         drawn: NDArray[Any]
         if like.dtype == torch.float64:
             drawn = stream.doubles(like.numel())
         else:
-            drawn = (stream.words(like.numel()) >> np.uint32(8)).astype(np.float32) * np.float32(2.0**-24)
+            digits = {torch.float16: 11, torch.bfloat16: 8}.get(like.dtype, 24)
+            drawn = (stream.words(like.numel()) >> np.uint32(32 - digits)).astype(np.float32) * np.float32(2.0**-digits)
         return torch.from_numpy(drawn).reshape(like.shape).to(like.device, like.dtype)
 
     def permutation(self, count: int, device: torch.device | str = "cpu") -> Tensor:
@@ -173,14 +174,15 @@ class SecureSource(Source):
     def add_normal(
         self, values: Tensor, std: float | Tensor, *, typical: float | None = None, where: Tensor | None = None
     ) -> Tensor:
-        """A discrete Gaussian on the grid of the values; with a deviation each, a rounded Gaussian."""
+        """A discrete Gaussian on the grid of the values; with a deviation each, a Gaussian rounded to the grid."""
         scale = typical if isinstance(std, Tensor) else std
         if scale is None:
             raise ValueError("add_normal: deviations that differ need `typical`, which decides the grid")
         if scale == 0:
             return values.clone()
         step = grid_step(scale)
-        each = _flat(std) * (2.0**-FINENESS / step) if isinstance(std, Tensor) else None
+        each = _flat(std).astype(np.float64) * (2.0**-FINENESS / step) if isinstance(std, Tensor) else None
+        within = self._key.stream()
         noisy = None if where is None else _flat(where)
         result = torch.empty(values.shape, dtype=_working_type(values))
         target, own, first = _flat(result), _flat(values), 0
@@ -188,7 +190,8 @@ class SecureSource(Source):
             part = slice(first, first + len(run))
             noise: NDArray[np.float64] = run.astype(np.float64)
             if each is not None:
-                noise = np.rint(noise * each[part])
+                # Somewhere within the step: whole multiples alone would leave out most numbers, which shows the value.
+                noise = np.rint((noise + within.doubles(len(run)) - 0.5) * each[part])
             if noisy is not None:
                 noise *= noisy[part]
             target[part] = _on_grid(own[part], step, noise)
@@ -211,10 +214,24 @@ class SecureSource(Source):
         return result.to(values.device, values.dtype)
 
     def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
-        """The values that stay are put on the grid of the draws, for not every float is a possible value."""
+        """The values that stay are put on the grid of the draws, one so coarse that every step of it can be a value.
+
+        A value that was divided lies on floats with gaps of up to two units in the last place; on this grid, of 2^18
+        steps a deviation, no draw is large enough (16 deviations) for a gap to be as wide as a step.
+        """
         if std == 0:
             return values.masked_fill(where, 0)
-        return self.add_normal(values.masked_fill(where, 0), std, where=where)
+        fine, within, first = grid_step(std), self._key.stream(), 0
+        coarse = fine * 2.0**_COARSER
+        result = torch.empty(values.shape, dtype=_working_type(values))
+        target, own, chosen = _flat(result), _flat(values), _flat(where)
+        for run in self._gaussian(std / fine, result.numel()):
+            part = slice(first, first + len(run))
+            drawn = np.rint((run + within.doubles(len(run)) - 0.5) * 2.0**-_COARSER)
+            kept = np.rint(own[part].astype(np.float64) / coarse)
+            target[part] = (np.where(chosen[part], drawn, kept) + 0.0) * coarse
+            first = part.stop
+        return result.to(values.device, values.dtype)
 
     def _gaussian(self, deviation: float, count: int) -> Iterator[NDArray[np.int32]]:
         return discrete_gaussian(deviation).draw(count, self._key.stream())
@@ -276,6 +293,7 @@ def source_of(randomness: Randomness | None) -> Source:
 
 
 _CHUNK = 1 << 15
+_COARSER = 6  # bits by which the grid of decoys is coarser than that of noise
 
 
 def _dense_like(like: Tensor) -> Tensor:
@@ -300,4 +318,5 @@ def _on_grid(values: NDArray[Any], step: float, noise: NDArray[np.float64]) -> N
     A step is a power of two, so the division is exact. A sum beyond 2^53 is rounded by its own size, not by that of the
     value, and stays a function of the exact sum.
     """
-    return (np.rint(values.astype(np.float64) * (1 / step)) + noise) * step
+    rounded = np.rint(values.astype(np.float64) * (1 / step)) + 0.0  # never -0.0, whose sign would be the value's
+    return (rounded + noise) * step

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 from typing import Any
 
 import numpy as np
@@ -54,8 +55,8 @@ class SecretKey:
     """A secret from the operating system, from which each draw gets a stream of its own.
 
     A draw's key is BLAKE2b of its number under the secret. So layers, clients and rounds are independent, and whoever
-    learned one stream would still know nothing of the others. A forked process takes a new secret: it would otherwise
-    repeat the draws of its parent.
+    learned one stream would still know nothing of the others. A forked process takes a new secret, and so does a copy:
+    they would otherwise repeat the draws.
 
     Example:
         >>> key = SecretKey()
@@ -64,15 +65,32 @@ class SecretKey:
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._renew()
 
+    def __reduce__(self) -> tuple[type["SecretKey"], tuple[()]]:
+        return SecretKey, ()
+
     def _renew(self) -> None:
-        self._secret, self._process, self._drawn = os.urandom(KEY_BYTES), os.getpid(), 0
+        self._secret, self._forks, self._drawn = os.urandom(KEY_BYTES), _forks, 0
 
     def stream(self) -> Keystream:
         """The stream of the next draw."""
-        if os.getpid() != self._process:
-            self._renew()
-        self._drawn += 1
-        number = self._drawn.to_bytes(8, "little")
-        return Keystream(hashlib.blake2b(number, key=self._secret, digest_size=KEY_BYTES).digest())
+        with self._lock:
+            if self._forks != _forks:
+                self._renew()
+            self._drawn += 1
+            secret, number = self._secret, self._drawn.to_bytes(8, "little")
+        return Keystream(hashlib.blake2b(number, key=secret, digest_size=KEY_BYTES).digest())
+
+
+_forks = 0  # that led to this process; numbers of processes come back
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_count_fork)
