@@ -144,9 +144,10 @@ class SecureSource(Source):
         """Multiples of 2^-24."""
         result = torch.empty(like.shape, dtype=_working_type(like))
         target, first = _flat(result), 0
+        scale = target.dtype.type(2.0**-FINENESS)
         for run in self._gaussian(2.0**FINENESS, result.numel()):
             last = first + len(run)
-            np.multiply(run, target.dtype.type(2.0**-FINENESS), out=target[first:last], casting="unsafe")
+            np.multiply(run, scale, out=target[first:last], casting="unsafe", dtype=target.dtype)
             first = last
         return result.to(like.device, like.dtype)
 
