@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradveil.randomness.discrete import FINENESS, discrete_gaussian, grid_step
-from gradveil.randomness.stream import SecretKey
+from gradveil.randomness.stream import Keystream, SecretKey
 
 
 class Source(ABC):
@@ -191,8 +191,7 @@ class SecureSource(Source):
             part = slice(first, first + len(run))
             noise: NDArray[np.float64] = run.astype(np.float64)
             if each is not None:
-                # Somewhere within the step: whole multiples alone would leave out most numbers, which shows the value.
-                noise = np.rint((noise + within.doubles(len(run)) - 0.5) * each[part])
+                noise = _rescaled(run, each[part], within)
             if noisy is not None:
                 noise *= noisy[part]
             target[part] = _on_grid(own[part], step, noise)
@@ -228,9 +227,8 @@ class SecureSource(Source):
         target, own, chosen = _flat(result), _flat(values), _flat(where)
         for run in self._gaussian(std / fine, result.numel()):
             part = slice(first, first + len(run))
-            drawn = np.rint((run + within.doubles(len(run)) - 0.5) * 2.0**-_COARSER)
-            kept = np.rint(own[part].astype(np.float64) / coarse)
-            target[part] = (np.where(chosen[part], drawn, kept) + 0.0) * coarse
+            decoys = np.where(chosen[part], _rescaled(run, 2.0**-_COARSER, within), 0.0)
+            target[part] = _on_grid(np.where(chosen[part], 0.0, own[part]), coarse, decoys)
             first = part.stop
         return result.to(values.device, values.dtype)
 
@@ -311,6 +309,16 @@ def _flat(tensor: Tensor) -> NDArray[Any]:
     exact = tensor.detach().cpu() if tensor.dtype != torch.bfloat16 else tensor.detach().cpu().float()
     flat: NDArray[Any] = exact.contiguous().view(-1).numpy()
     return flat
+
+
+def _rescaled(run: NDArray[np.int32], factor: float | NDArray[np.float64], within: Keystream) -> NDArray[np.float64]:
+    """Draws in steps of another size, again whole numbers of them.
+
+    Each is put somewhere within its own step first: whole multiples alone would leave out most numbers, and the gaps
+    would show what the noise is added to.
+    """
+    rescaled: NDArray[np.float64] = np.rint((run + within.doubles(len(run)) - 0.5) * factor)
+    return rescaled
 
 
 def _on_grid(values: NDArray[Any], step: float, noise: NDArray[np.float64]) -> NDArray[np.float64]:
