@@ -61,6 +61,13 @@ def flag(owner: str, name: str, value: object) -> bool:
     return value
 
 
+def text(owner: str, name: str, value: object) -> str:
+    """Return `value` if it is a text."""
+    if not isinstance(value, str):
+        raise ParameterError(f"{owner}: {name} must be a text, got {value!r} ({type(value).__name__})")
+    return value
+
+
 def choice(owner: str, name: str, value: object, options: Collection[str]) -> str:
     """Return `value` if it is one of `options`.
 

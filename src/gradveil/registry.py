@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
+from gradveil.core.parameters import check_declared, declared
 from gradveil.errors import ParameterError, UnknownNameError
 
 T = TypeVar("T")
@@ -81,28 +82,43 @@ class Registry(Generic[T]):
 
 
 class Method:
-    """A registered dataclass whose fields are its parameters, and whose repr and str build it again.
+    """A registered frozen dataclass whose declared fields are its parameters; its repr and str build it again.
 
-    `factory` is the public function that does so.
+    `factory` is the public function that does so. Fields are declared by `gradveil.core.parameters`, which check them;
+    what ties several of them together is checked in `check`.
 
     Example:
-        >>> @dataclasses.dataclass(repr=False)
+        >>> from gradveil.core.parameters import number
+        >>> @dataclasses.dataclass(frozen=True, repr=False)
         ... class Shift(Method):
         ...     name, factory = "shift", "gradveil.defense"
-        ...     by: float = 0.5
+        ...     by: float = number(0.5, low=0)
         >>> Shift(), str(Shift())
         (gradveil.defense('shift', by=0.5), 'shift:by=0.5')
+        >>> Shift(by=-1)
+        Traceback (most recent call last):
+            ...
+        gradveil.errors.ParameterError: shift: by must be a number of at least 0, got -1
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     factory: ClassVar[str]
+    caveat: str | None = None
+    """What whoever reads a figure of this method must know, in a sentence; None: nothing."""
+
+    def __post_init__(self) -> None:
+        """Check the parameters."""
+        check_declared(self)
+        self.check()
+
+    def check(self) -> None:
+        """Refuse (`ParameterError`) parameters that do not go together."""
 
     @property
     def parameters(self) -> dict[str, Any]:
         """The parameters by name, as the factory takes them."""
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
-        return {field.name: getattr(self, field.name) for field in fields if field.init}
+        return {name: getattr(self, name) for name in declared(self)}
 
     def __str__(self) -> str:
         return format_spec(self.name, self.parameters)
@@ -115,7 +131,7 @@ class Method:
 def parameter_names(factory: Callable[..., Any]) -> list[str]:
     """The keyword parameters a factory takes."""
     if dataclasses.is_dataclass(factory):
-        return [field.name for field in dataclasses.fields(factory) if field.init]
+        return list(declared(factory))
     return list(inspect.signature(factory).parameters)
 
 
