@@ -162,7 +162,18 @@ def adaptive() -> Figures:
     attacks = ("idlg:iterations=20", "inverting-gradients:optimiser=lbfgs,iterations=20,tv=0.01")
     config = AuditConfig(defenses=tuple(DEFENSES.names()), attacks=attacks, victims=2, rounds=10)
     rows, costs = audit_rows(config)
-    scores = ("mse", "psnr", "ssim", "label_correct", "leaked", "power", "bound_mse", "loss", "iterations", "trained_on")
+    scores = (
+        "mse",
+        "psnr",
+        "ssim",
+        "label_correct",
+        "leaked",
+        "power",
+        "bound_mse",
+        "loss",
+        "iterations",
+        "trained_on",
+    )
     found = {
         f"{row['defense_spec']}, {row['attack_spec']}, {row['adaptive']}, {row['victim']}": {
             score: row[score] for score in scores
