@@ -7,8 +7,9 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
 from gradveil.models.base import image_shape
 from gradveil.models.malicious import ClientImprint, Imprinted
 from gradveil.task import Task
@@ -58,9 +59,10 @@ class Loki(Attack):
         >>> task, labels = gradveil.Task(model, input_shape=(1, 16, 16), classes=10), torch.arange(40) % 10
         >>> attack, honest = Loki(clients=2, bins=64), gradveil.defense("none")
         >>> sent = attack.modify(task, public=(images[:36], labels[:36]), generator=torch.manual_seed(2))
+        >>> threat = gradveil.ThreatModel(server="active", batch_size=4)
         >>> batches = [(0, slice(36, 38)), (1, slice(38, 40))]
         >>> updates = [honest.share(attack.for_client(sent, c), images[at], labels[at]) for c, at in batches]
-        >>> found = attack.reconstruct(sent, weighted_mean(updates), ThreatModel(server="active", batch_size=4))
+        >>> found = attack.reconstruct(sent, weighted_mean(updates), threat)
         >>> found.inputs.shape
         torch.Size([1, 4, 1, 16, 16])
     """
@@ -134,15 +136,7 @@ class Loki(Attack):
             disagreement=torch.cat([bins.disagreement for bins in read], 1),
         )
 
-    def run(
-        self,
-        task: Task,
-        targets: dict[str, Tensor],
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Read the blocks of all clients; the best bins are the images."""
-        return imprint.recover(self.name, task, self.read(task, targets), threat.batch_size)
+        task = problem.task
+        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)

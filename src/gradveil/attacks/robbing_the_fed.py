@@ -7,8 +7,10 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
 from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
@@ -102,15 +104,7 @@ class RobbingTheFed(Attack):
         shape = (victims, imprint.COPIES, rows // imprint.COPIES)
         return imprint.read(targets[weight].view(*shape, values), targets[bias].view(shape))
 
-    def run(
-        self,
-        task: Task,
-        targets: dict[str, Tensor],
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Read all bins of all victims at once; the best are the images."""
-        return imprint.recover(self.name, task, self.read(task, targets), threat.batch_size)
+        task = problem.task
+        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)
