@@ -471,7 +471,7 @@ class _Bench:
         public = as_batch(self.task, self.dataset.train.batch(places))
         # An active server changes the model first; honest clients run the defense on what they are sent.
         sent = attack.modify(self.task, public=public, generator=self._randomness("modify", str(attack)))
-        task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
+        defense, task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
         images, labels = (
             tensor.view(-1, self.config.batch_size, *tensor.shape[2:]) for tensor in (self.images, self.labels)
         )
@@ -503,7 +503,7 @@ class _Bench:
                 *batch,
                 generator=self._randomness("share", str(defense), number),
                 memory=memory,
-                public=announced,
+                announced=announced,
             )
             for task, batch, number, memory in zip(tasks, batches, numbers, memories, strict=True)
         ]
