@@ -35,6 +35,7 @@ from gradveil.audit.run import choose_execution
 from gradveil.audit.statistics import paired_difference
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW
 from gradveil.federation.local import as_batch, split_public
+from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 
@@ -106,7 +107,7 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
     images, labels = as_batch(task, dataset().test.batch(order))
     if case["attack"] == BLIND:
         split = dataset().train
-        guess = metrics.blind_guess(split.images[places], split.labels[places], labels, classes=task.classes)
+        guess = IMAGE.blind(split.inputs[places], split.targets[places], labels, classes=task.classes)
         return measured(images, labels, guess[:, None], labels[:, None])
     seen = observe(task, defense, images, labels, case["rounds"])
     known = {"labels": "known", "known_labels": labels[:, None]} if case["labels"] == "known" else {}

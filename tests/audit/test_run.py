@@ -25,8 +25,8 @@ def data_file(tmp_path, two_blobs) -> Path:
     path = tmp_path / "blobs.npz"
     arrays = {}
     for name, split in (("train", two_blobs.train), ("test", two_blobs.test)):
-        arrays[f"x_{name}"] = split.images.permute(0, 2, 3, 1).numpy()
-        arrays[f"y_{name}"] = split.labels.numpy().astype(np.uint8)
+        arrays[f"x_{name}"] = split.inputs.permute(0, 2, 3, 1).numpy()
+        arrays[f"y_{name}"] = split.targets.numpy().astype(np.uint8)
     np.savez(path, **arrays)
     return path
 

@@ -152,7 +152,7 @@ def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
         with pytest.raises(OutputError, match=r"gradveil was .*, is 99; choose another"):
             run(tmp_path, resume=True, training=short)
     other = blobs()
-    other.train.images[-1, 0, 0, 0] ^= 1
+    other.train.inputs[-1, 0, 0, 0] ^= 1
     monkeypatch.setitem(globals(), "blobs", lambda: other)
     with pytest.raises(OutputError, match=r"holds another training: data was \w{16}, is \w{16}; choose another"):
         run(tmp_path, resume=True, training=short)

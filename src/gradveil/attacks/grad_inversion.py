@@ -18,12 +18,12 @@ from gradveil.attacks.matching import (
     matched_layers,
     relative_unit,
     squared_distance,
-    total_variation,
     victim_bytes,
 )
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.errors import ThreatModelError
+from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 

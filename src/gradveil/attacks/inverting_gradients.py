@@ -16,10 +16,10 @@ from gradveil.attacks.matching import (
     cosine_unit,
     match,
     matched_layers,
-    total_variation,
 )
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)

@@ -382,7 +382,7 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
 def deal(train_split: Split, private: Tensor, training: Training) -> list[Tensor]:
     """The indices of the images that each client holds."""
     shares = partition(
-        train_split.labels[private],
+        train_split.targets[private],
         clients=training.clients,
         scheme=training.scheme,
         alpha=training.alpha,
@@ -438,7 +438,7 @@ def performance_maintenance(accuracy: float, baseline: float, test: Split) -> fl
 
     Near chance: less than a quarter of the way from always naming the commonest class to being always right.
     """
-    chance = float(test.labels.bincount().max()) / len(test)
+    chance = float(test.targets.bincount().max()) / len(test)
     return None if baseline < chance + 0.25 * (1 - chance) else accuracy / baseline
 
 
