@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
@@ -20,10 +19,11 @@ from gradveil.attacks.matching import (
     squared_unit,
 )
 from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, text
 
 
 @ATTACKS.register("dlg")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class DLG(Attack):
     r"""Deep Leakage from Gradients: find inputs *and* soft labels whose gradient equals the shared one.
 
@@ -58,13 +58,9 @@ class DLG(Attack):
     adapts = True
     finds_labels = True
 
-    iterations: int = 300
-    restarts: int = 1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
+    iterations: int = integer(300, low=1)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""

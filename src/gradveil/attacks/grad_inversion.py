@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.engine import Objective, adam
 from gradveil.attacks.findings import Reconstruction
@@ -22,13 +21,14 @@ from gradveil.attacks.matching import (
 )
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer, number, text
 from gradveil.errors import ThreatModelError
 from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 
 @ATTACKS.register("grad-inversion")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class GradInversion(Attack):
     r"""Find images whose gradient is near the shared one, from several seeds that are held together.
 
@@ -71,21 +71,14 @@ class GradInversion(Attack):
 
     adapts = True
 
-    iterations: int = 1000
-    lr: float = 0.02
-    tv: float = 1e-2
-    l2: float = 1e-4
-    group: float = 1e-2
-    seeds: int = 4
-    statistics: float = 0.1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
-        for weight in ("tv", "l2", "group", "statistics"):
-            setattr(self, weight, checks.number(self.name, weight, getattr(self, weight), low=0))
-        self.seeds = checks.integer(self.name, "seeds", self.seeds, low=1)
+    iterations: int = integer(1000, low=1)
+    lr: float = number(0.02, above=0)
+    tv: float = number(1e-2, low=0)
+    l2: float = number(1e-4, low=0)
+    group: float = number(1e-2, low=0)
+    seeds: int = integer(4, low=1)
+    statistics: float = number(0.1, low=0)
+    mute: str = text(NOTHING)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images; granted statistics are those of one step."""

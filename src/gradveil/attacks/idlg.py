@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import torch
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
@@ -17,10 +16,11 @@ from gradveil.attacks.matching import (
     squared_unit,
 )
 from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, text
 
 
 @ATTACKS.register("idlg")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class IDLG(Attack):
     r"""Improved Deep Leakage from Gradients: find inputs whose gradient equals the shared one.
 
@@ -57,13 +57,9 @@ class IDLG(Attack):
 
     adapts = True
 
-    iterations: int = 300
-    restarts: int = 1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
+    iterations: int = integer(300, low=1)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients."""

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
@@ -19,6 +18,7 @@ from gradveil.attacks.matching import (
 )
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import choice, integer, number, text
 from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
@@ -27,7 +27,7 @@ SMOOTHING = (5.0, 20.0, 80.0)
 
 
 @ATTACKS.register("inverting-gradients")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class InvertingGradients(Attack):
     r"""Find images whose gradient points where the shared one points, and that are smooth.
 
@@ -73,21 +73,13 @@ class InvertingGradients(Attack):
 
     adapts = True
 
-    iterations: int = 1000
-    optimiser: str = "adam"
-    lr: float = 0.02
-    tv: float = 1e-2
-    layer_decay: float = 1.0
-    restarts: int = 1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        checks.choice(self.name, "optimiser", self.optimiser, ["adam", "lbfgs"])
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
-        self.tv = checks.number(self.name, "tv", self.tv, low=0)
-        self.layer_decay = checks.number(self.name, "layer_decay", self.layer_decay, above=0)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
+    iterations: int = integer(1000, low=1)
+    optimiser: str = choice("adam", ["adam", "lbfgs"])
+    lr: float = number(0.02, above=0)
+    tv: float = number(1e-2, low=0)
+    layer_decay: float = number(1.0, above=0)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise one minus the cosine, plus the total variation."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks import imprint
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, number
 from gradveil.models.base import image_shape
 from gradveil.models.malicious import ClientImprint, Imprinted
 from gradveil.task import Task
@@ -18,7 +18,7 @@ SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.enc
 
 
 @ATTACKS.register("loki")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Loki(Attack):
     r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
 
@@ -71,16 +71,10 @@ class Loki(Attack):
     server = "active"
     finds_labels = True
 
-    clients: int = 10
-    bins: int = 512
-    drift: float = 0.1
-    lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        self.clients = checks.integer(self.name, "clients", self.clients, low=1)
-        self.bins = checks.integer(self.name, "bins", self.bins, low=2)
-        self.drift = checks.number(self.name, "drift", self.drift, above=0)
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
+    clients: int = integer(10, low=1)
+    bins: int = integer(512, low=2)
+    drift: float = number(0.1, above=0)
+    lr: float = number(0.01, above=0)
 
     def modify(
         self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None

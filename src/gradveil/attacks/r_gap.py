@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.task import Task
 from gradveil.theory.rank import Leaf, trace, why_impassable
@@ -24,7 +24,7 @@ _EDGE = 1e-15
 
 
 @ATTACKS.register("r-gap")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class RGap(Attack):
     r"""Solve for the input of each layer in turn, with linear algebra only.
 
@@ -68,10 +68,7 @@ class RGap(Attack):
     paper = "Zhu & Blaschko, ICLR 2021"
     finds_labels = True
 
-    steps: int = 1000
-
-    def __post_init__(self) -> None:
-        self.steps = checks.integer(self.name, "steps", self.steps, low=1)
+    steps: int = integer(1000, low=1)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse batches, local steps, and networks that no recursion passes."""

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks import imprint
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer, number
 from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
@@ -19,7 +19,7 @@ ENCODE, ENCODE_BIAS = "imprint.encode.weight", "imprint.encode.bias"
 
 
 @ATTACKS.register("robbing-the-fed")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class RobbingTheFed(Attack):
     r"""Put a linear layer in front of the model that sorts images into bins, and read each bin off its rows.
 
@@ -64,12 +64,8 @@ class RobbingTheFed(Attack):
     server = "active"
     finds_labels = True
 
-    bins: int = 128
-    signal: float = 100.0
-
-    def __post_init__(self) -> None:
-        self.bins = checks.integer(self.name, "bins", self.bins, low=2)
-        self.signal = checks.number(self.name, "signal", self.signal, above=0)
+    bins: int = integer(128, low=2)
+    signal: float = number(100.0, above=0)
 
     def modify(
         self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
