@@ -69,7 +69,7 @@ def training_batch(sets: list[Tensor], generator: torch.Generator) -> tuple[Tens
 
 def train(checkpoint: Path) -> EvaluationNetwork:
     """All steps, or those that the checkpoint lacks."""
-    sets = [data.load(name).train.images for name in TRAIN_SETS]
+    sets = [data.load(name).train.inputs for name in TRAIN_SETS]
     torch.manual_seed(SEED)
     network = EvaluationNetwork().to(memory_format=torch.channels_last)
     optimizer = torch.optim.Adam(network.parameters(), lr=PEAK_LR)
@@ -120,7 +120,7 @@ def restore(checkpoint: Path, network: EvaluationNetwork, optimizer: torch.optim
 @torch.no_grad()
 def scores(network: EvaluationNetwork, name: str, size: int) -> dict[str, float | list[float]]:
     """Mean absolute error, Spearman's rank correlation and the mean prediction at each level of noise."""
-    images = data.load(name, size=size).test.images[:SCORED_IMAGES].float() / 255
+    images = data.load(name, size=size).test.inputs[:SCORED_IMAGES].float() / 255
     noise = torch.rand(images.shape, generator=derived_generator(SEED, "scores", name))
     predicted = torch.stack([network(torch.lerp(images, noise, float(level))) for level in LEVELS])
     true = LEVELS[:, None].expand_as(predicted)

@@ -28,6 +28,7 @@ from gradveil.attacks.base import ThreatModel
 from gradveil.errors import GradveilError, UnknownNameError
 from gradveil.federation import Training, train
 from gradveil.federation.local import split_public
+from gradveil.modality import IMAGE
 from gradveil.models.malicious import Imprint
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
@@ -76,7 +77,7 @@ def share(
         *batch,
         generator=derived_generator(SEED, "share", number),
         memory=memory,
-        public=announced,
+        announced=announced,
         local=local,
     )
     return update, memory
@@ -84,7 +85,7 @@ def share(
 
 def scores(originals: Tensor, found: Tensor) -> dict[str, Tensor]:
     """Every metric of every image, under one assignment."""
-    images = found.float().nan_to_num(nan=metrics.NAN_GREY).clamp(0, 1)
+    images = IMAGE.repaired(found.float())
     images = images[metrics.match(originals, images)]
     weights = data.find("lpips-alex")
     lpips = torch.full((len(images),), torch.nan)
@@ -126,7 +127,7 @@ def r_gap(case: Row, spec: str) -> Row:
     public = public_of(dataset)
     if case["logits"] == 1:
         public = (public[0], public[1] % 2)
-    sent = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
     shared = [share(defense, sent, victim, number) for number, victim in enumerate(victims)]
     result = gradveil.attack("r-gap").reconstruct(
         sent,
@@ -160,7 +161,7 @@ def robbing(model: str, count: int, attack_spec: str, spec: str) -> Row:
     victims, public = batches(dataset, count, size), public_of(dataset)
     attack, defense = gradveil.attack(attack_spec), gradveil.defense(spec)
     sent = attack.modify(task, public=public, generator=derived_generator(SEED, "modify"))
-    sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
     shared = [share(defense, sent, victim, number) for number, victim in enumerate(victims)]
     threat = ThreatModel(server="active", batch_size=size, defense=defense)
     result = attack.reconstruct(sent, [update for update, _ in shared], threat)
@@ -172,9 +173,7 @@ def robbing(model: str, count: int, attack_spec: str, spec: str) -> Row:
 def blind(count: int) -> Row:
     dataset = data.load(CONFIG["dataset"])
     victims = batches(dataset, count, CONFIG["robbing-the-fed"]["batch_size"])
-    guesses = [
-        metrics.blind_guess(dataset.train.images, dataset.train.labels, labels, classes=10) for _, labels in victims
-    ]
+    guesses = [IMAGE.blind(dataset.train.inputs, dataset.train.targets, labels, classes=10) for _, labels in victims]
     return summary([scores(images, guess) for (images, _), guess in zip(victims, guesses, strict=True)])
 
 
@@ -211,7 +210,7 @@ def loki(setting: Row, spec: str) -> Row:
     victims, public = batches(dataset, clients, size), public_of(dataset)
     attack, defense = gradveil.attack(settings["attack"]), gradveil.defense(spec)
     sent = attack.modify(task, public=public, generator=derived_generator(SEED, "modify"))
-    sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
     total: Update | None = None
     for client, batch in enumerate(victims):  # summed as they come: one update holds 126 MB
         update, _ = share(defense, attack.for_client(sent, client), batch, client, local)
@@ -221,7 +220,7 @@ def loki(setting: Row, spec: str) -> Row:
     threat = ThreatModel(server="active", batch_size=clients * size, defense=defense, local=local)
     result = attack.reconstruct(sent, seen, threat)
     originals = torch.cat([images for images, _ in victims])
-    found = result.inputs[0].nan_to_num(nan=metrics.NAN_GREY).clamp(0, 1)
+    found = IMAGE.repaired(result.inputs[0])
     order = metrics.match(originals, found)
     psnr = metrics.psnr(originals, found[order])
     right = result.labels[0][order] == torch.cat([labels for _, labels in victims])

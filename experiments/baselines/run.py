@@ -25,6 +25,7 @@ from gradveil.audit.run import choose_execution
 from gradveil.data import Dataset
 from gradveil.federation import Training, train
 from gradveil.federation.local import as_batch, split_public
+from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 
@@ -83,7 +84,7 @@ class Bench:
     def blind_guess(self) -> Row:
         images, labels = self.victims(CONFIG["victims"])
         public = self.dataset.train
-        guess = metrics.blind_guess(public.images, public.labels, labels, classes=self.classes)
+        guess = IMAGE.blind(public.inputs, public.targets, labels, classes=self.classes)
         return self.score(images[:, None], guess[:, None], labels[:, None], labels[:, None])
 
     def search(self) -> Row:

@@ -23,6 +23,7 @@ import gradveil
 from gradveil import data, metrics, models
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
 from gradveil.federation import Training, train
+from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 
@@ -108,7 +109,7 @@ def guessed() -> dict[str, Any]:
     victims = victims_of(dataset)
     truth, labels = torch.cat([images for images, _ in victims]), torch.cat([labels for _, labels in victims])
     public = dataset.train
-    found = metrics.blind_guess(public.images, public.labels, labels, classes=len(dataset.classes))
+    found = IMAGE.blind(public.inputs, public.targets, labels, classes=len(dataset.classes))
     return scores(found, truth)
 
 

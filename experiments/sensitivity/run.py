@@ -24,6 +24,7 @@ from gradveil.data import Dataset, Split, partition
 from gradveil.defenses.risk_slicing import layer_risks
 from gradveil.federation import Training, train
 from gradveil.federation.local import as_batch, evaluate, split_public
+from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.update import weighted_mean
 
@@ -39,7 +40,7 @@ def build(model: str, dataset: Dataset, seed: int, **parameters: object) -> grad
 def prepared(defense: gradveil.Defense, task: gradveil.Task, dataset: Dataset, seed: int) -> gradveil.Defense:
     public, _ = split_public(dataset.train, seed)
     batch = as_batch(task, dataset.train.batch(public))
-    defense.prepare(task, public=batch, generator=derived_generator(seed, "prepare"))
+    defense, _ = defense.prepare(task, public=batch, generator=derived_generator(seed, "prepare"))
     return defense
 
 
@@ -90,7 +91,7 @@ def tradeoff(case: dict, seed: int) -> dict:
     scores = attacked(task, images, labels, updates, "inverting-gradients:iterations=1000,lr=0.05,tv=0.01", seed)
     use = theory.usefulness(task, batches, defense, draws=32, generator=derived_generator(seed, "u2"))
 
-    subset = Split(dataset.train.images[:4196], dataset.train.labels[:4196])  # 4,096 and the 100 public ones
+    subset = Split(dataset.train.inputs[:4196], dataset.train.targets[:4196])  # 4,096 and the 100 public ones
     small = Dataset(dataset.name, dataset.classes, dataset.source, subset, dataset.test)
     training = Training(rounds=200, clients=4, batch_size=16, lr=0.02, momentum=0.9, evaluate_every=20, seed=seed)
     trained = train(task, small, defense, training)
@@ -260,7 +261,7 @@ def compensation(case: dict, seed: int) -> dict:
     dataset = data.load("mnist")
     task = build(case["model"], dataset, seed, **case.get("parameters", {}))
     defense = prepared(gradveil.defense("risk-slicing", **case["defense"]), task, dataset, seed)
-    shares = partition(dataset.train.labels, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
+    shares = partition(dataset.train.targets, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
     batches = [dataset.train.batch(share[:20]) for share in shares]
     clean = [gradveil.defense("none").share(task, *batch) for batch in batches]
     sent = [defense.perturb(update, generator=derived_generator(seed, n)) for n, update in enumerate(clean)]
@@ -296,7 +297,7 @@ def guess(case: dict, seed: int) -> dict:
     scores = [
         scorer.score(
             images[v],
-            metrics.blind_guess(public.images, public.labels, labels[v], classes=len(dataset.classes)),
+            IMAGE.blind(public.inputs, public.targets, labels[v], classes=len(dataset.classes)),
             labels[v],
             labels[v],
             None,

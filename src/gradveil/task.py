@@ -18,7 +18,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from gradveil import checks
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import Randomness, derived_generator, source_of
+from gradveil.modality import IMAGE, Modality
+from gradveil.randomness import Randomness, source_of
 
 Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -91,6 +92,7 @@ class Task:
         input_shape: shape of one input, such as ``(3, 32, 32)``. Images are in [0, 1] everywhere in gradveil.
         classes: number of classes.
         mean, std: the model's normalisation per channel, applied to the [0, 1] images. Default: none.
+        modality: what an input is.
 
     Example:
         >>> from torch import nn
@@ -112,7 +114,9 @@ class Task:
         classes: int,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
+        modality: Modality = IMAGE,
     ) -> None:
+        self.modality = modality
         self.input_shape = tuple(
             checks.integer("Task", "every entry of input_shape", size, low=1) for size in input_shape
         )
@@ -212,7 +216,15 @@ class Task:
     def like(cls, task: "Task", model: nn.Module) -> Self:
         """`with_model` for a kind of task of your own: that of `model`, with everything else as in `task`."""
         mean, std = (None, None) if task._normalisation is None else (v.flatten().tolist() for v in task._normalisation)
-        return cls(model, task._loss, input_shape=task.input_shape, classes=task.classes, mean=mean, std=std)
+        return cls(
+            model,
+            task._loss,
+            input_shape=task.input_shape,
+            classes=task.classes,
+            mean=mean,
+            std=std,
+            modality=task.modality,
+        )
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """What the model is fed for these inputs."""
@@ -610,7 +622,7 @@ class Task:
         return classifier, sum(output.numel() for _, output in outputs) // 2
 
     def _probe(self) -> Tensor:
-        return torch.rand(2, *self.input_shape, generator=derived_generator(0, "probe")).to(self.device, self.dtype)
+        return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
 
     def _refuse_state(self, buffers: Gradients, probe: Tensor, logits: Tensor) -> None:
         """Refuse a model that writes buffers while it computes, or that computes something else the second time."""

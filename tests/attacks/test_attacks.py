@@ -5,7 +5,7 @@ import torch
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks.matching import cosine_distance, total_variation
+from gradveil.attacks.matching import cosine_distance
 from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 
 QUICK = {
@@ -205,13 +205,9 @@ def test_distances_are_what_they_say():
     b = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0])}
     assert float(cosine_distance(a, b)) == pytest.approx(1 - 0.5**0.5)
     assert float(cosine_distance(a, {"w": torch.zeros(2), "b": torch.zeros(1)})) == 1.0
-    stripes = torch.tensor([0.0, 1.0, 0.0]).expand(1, 1, 3, 3)
-    assert float(total_variation(stripes)) == 1.0
 
 
-def test_total_variation_needs_images_and_skips_what_has_no_neighbours():
-    assert float(total_variation(torch.tensor([[0.0, 1.0, 0.0]])[None, None])) == 1.0
-    assert float(total_variation(torch.ones(1, 3, 1, 1))) == 0.0
+def test_total_variation_needs_images():
     torch.manual_seed(0)
     task = gradveil.Task(torch.nn.Linear(10, 3), input_shape=(10,), classes=3)
     update = task.gradients(torch.rand(1, 10), torch.tensor([1]))  # a plain dict is an update too

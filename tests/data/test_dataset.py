@@ -26,7 +26,7 @@ class TestBatch:
         split = make_split()
         for indices in (torch.tensor([1, 3]), range(1, 4, 2)):
             images, labels = split.batch(indices)
-            assert torch.equal(images, split.images[[1, 3]] / 255)
+            assert torch.equal(images, split.inputs[[1, 3]] / 255)
             assert labels.dtype == torch.int64
 
     def test_of_nothing_is_empty(self):
@@ -48,8 +48,8 @@ class TestBatch:
         split = make_split()
         split.batch([0])[0].fill_(1)
         split.batch([0])[1].fill_(9)
-        assert split.images[0, 0, 0, 0] == 0
-        assert split.labels[0] == 0
+        assert split.inputs[0, 0, 0, 0] == 0
+        assert split.targets[0] == 0
 
 
 class TestDataset:
@@ -63,7 +63,7 @@ class TestDataset:
         [
             (make_split(labels=[0, 1, 2, 0]), r"train labels must lie from 0 to 1 \(2 classes\), got 2"),
             (make_split(labels=[0, -1, 0, 0]), r"train labels must lie from 0 to 1 \(2 classes\), got -1"),
-            (make_split(labels=[0, 1]), "one label an image, got 4 images and 2 labels"),
+            (make_split(labels=[0, 1]), "one label per image, got 4 images and 2 labels"),
             (make_split(channels=2), "1 or 3 channels"),
             (make_split(count=0, labels=[]), "labels must be int64"),
             (Split(torch.zeros(0, 1, 3, 3, dtype=torch.uint8), torch.zeros(0).long()), "at least one image"),

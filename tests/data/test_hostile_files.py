@@ -57,7 +57,7 @@ for path in sys.argv[2:]:
     before, result, error = resident("VmRSS"), 0, None
     try:
         loaded = data.load(path)
-        result = sum(split.images.nbytes + split.labels.nbytes for split in (loaded.train, loaded.test))
+        result = sum(split.inputs.nbytes + split.targets.nbytes for split in (loaded.train, loaded.test))
         del loaded
     except DataError as failed:
         error = str(failed)

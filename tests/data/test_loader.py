@@ -63,8 +63,8 @@ class TestByName:
             head = b"\0\0\x08\x01" + count.to_bytes(4, "big")
             (folder / f"{prefix}-labels-idx1-ubyte.gz").write_bytes(gzip.compress(head + bytes(range(count))))
         dataset = data.load("mnist")
-        assert dataset.train.images.flatten().tolist() == list(range(12))
-        assert dataset.test.labels.tolist() == [0, 1]
+        assert dataset.train.inputs.flatten().tolist() == list(range(12))
+        assert dataset.test.targets.tolist() == [0, 1]
         assert dataset.classes == tuple("0123456789")
 
     def test_a_broken_file_is_an_error_and_not_passed_over(self, user_folder):
@@ -109,8 +109,8 @@ class TestByPath:
         dataset = data.load(tmp_path / "own.npz")
         assert (dataset.source, dataset.classes) == ("own.npz", ("0", "1"))
         expected = torch.from_numpy(arrays["x_train"]).permute(0, 3, 1, 2)
-        assert torch.equal(dataset.train.images, expected)
-        assert dataset.train.labels.tolist() == arrays["y_train"].tolist()
+        assert torch.equal(dataset.train.inputs, expected)
+        assert dataset.train.targets.tolist() == arrays["y_train"].tolist()
         assert len(dataset.test) == 2
 
     def test_text_path_to_a_folder_that_has_the_name_of_a_dataset(self, tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ class TestByPath:
     def test_the_size_it_has_changes_nothing(self, tmp_path):
         write_npz(tmp_path / "own.npz")
         plain, sized = data.load(tmp_path / "own.npz"), data.load(tmp_path / "own.npz", size=8)
-        assert torch.equal(plain.train.images, sized.train.images)
+        assert torch.equal(plain.train.inputs, sized.train.inputs)
 
     @pytest.mark.parametrize("size", [0, -3, 2.5, "64", True])
     def test_refuses_a_size_that_is_none(self, size):
@@ -179,42 +179,42 @@ class TestHoldOut:
     def test_takes_a_fifth_of_each_class_apart(self, tmp_path):
         arrays = write_npz(tmp_path / "own.npz", count=100, labels=4)
         dataset = data.load(tmp_path / "own.npz")
-        assert torch.bincount(dataset.test.labels).tolist() == [5, 5, 5, 5]
-        together = torch.cat([dataset.train.images, dataset.test.images]).permute(0, 2, 3, 1).numpy()
+        assert torch.bincount(dataset.test.targets).tolist() == [5, 5, 5, 5]
+        together = torch.cat([dataset.train.inputs, dataset.test.inputs]).permute(0, 2, 3, 1).numpy()
         assert {image.tobytes() for image in together} == {image.tobytes() for image in arrays["x_train"]}
 
     def test_is_the_same_every_time(self, tmp_path):
         write_npz(tmp_path / "own.npz", count=100)
         first, again = (data.load(tmp_path / "own.npz") for _ in range(2))
-        assert torch.equal(first.test.images, again.test.images)
+        assert torch.equal(first.test.inputs, again.test.inputs)
 
     def test_mixes_the_classes(self, tmp_path):
         write_npz(tmp_path / "own.npz", count=100, y_train=np.arange(100) // 50)
         dataset = data.load(tmp_path / "own.npz")
         for split in (dataset.train, dataset.test):
-            assert len(split.labels.diff().nonzero()) > len(split) / 4
+            assert len(split.targets.diff().nonzero()) > len(split) / 4
 
     def test_keeps_images_and_labels_together(self, tmp_path):
         images = np.repeat(np.arange(100, dtype=np.uint8), 16).reshape(100, 4, 4)
         write_npz(tmp_path / "own.npz", x_train=images, y_train=np.arange(100) % 7)
         dataset = data.load(tmp_path / "own.npz")
         for split in (dataset.train, dataset.test):
-            assert torch.equal(split.images[:, 0, 0, 0].long() % 7, split.labels)
+            assert torch.equal(split.inputs[:, 0, 0, 0].long() % 7, split.targets)
 
     def test_small_classes_give_one(self, tmp_path):
         write_npz(tmp_path / "own.npz", count=4)
-        assert data.load(tmp_path / "own.npz").test.labels.sort().values.tolist() == [0, 1]
+        assert data.load(tmp_path / "own.npz").test.targets.sort().values.tolist() == [0, 1]
 
 
 class TestEmbedded:
     def test_is_balanced_and_real(self):
         dataset = data.load("mnist")
         assert dataset.classes == tuple("0123456789")
-        assert torch.bincount(dataset.train.labels).tolist() == [400] * 10
-        assert torch.bincount(dataset.test.labels).tolist() == [100] * 10
+        assert torch.bincount(dataset.train.targets).tolist() == [400] * 10
+        assert torch.bincount(dataset.test.targets).tolist() == [100] * 10
         assert dataset.train.input_shape == (1, 28, 28)
         # ink covers about a fifth of a digit, and a one has least of it
-        ink = [dataset.train.batch((dataset.train.labels == label).nonzero()[:, 0])[0].mean() for label in range(10)]
+        ink = [dataset.train.batch((dataset.train.targets == label).nonzero()[:, 0])[0].mean() for label in range(10)]
         assert 0.1 < sum(ink) / 10 < 0.16
         assert min(range(10), key=ink.__getitem__) == 1
 
@@ -222,7 +222,7 @@ class TestEmbedded:
         """A weighted sum of the test images pins the split, so that reports made with it stay comparable."""
         dataset = data.load("mnist")
         weights = torch.arange(1, 1001)
-        assert (dataset.test.images.long().sum((1, 2, 3)) * weights).sum().item() == 13_199_051_563
+        assert (dataset.test.inputs.long().sum((1, 2, 3)) * weights).sum().item() == 13_199_051_563
 
     def test_images_are_those_of_the_original(self, real_file):
         original = np.load(real_file("mnist.npz"))
@@ -269,13 +269,13 @@ def test_real_files(real_file, name, file, train, test, shape, classes):
     assert (dataset.source, len(dataset.classes)) == (file, classes)
     assert (len(dataset.train), len(dataset.test)) == (train, test)
     assert dataset.train.input_shape == shape
-    assert set(dataset.train.labels.tolist()) == set(range(classes))
+    assert set(dataset.train.targets.tolist()) == set(range(classes))
     with np.load(path) as raw:
         assert dataset.classes == tuple(raw["classes"])
-        np.testing.assert_array_equal(dataset.test.labels, raw["y_test"])
+        np.testing.assert_array_equal(dataset.test.targets, raw["y_test"])
         if "x_test" in raw:
             last = raw["x_test"][-1]
         else:
             start = raw["offsets_test"][-2]
             last = np.asarray(Image.open(io.BytesIO(raw["jpeg_test"][start:].tobytes())).convert("RGB"))
-    np.testing.assert_array_equal(dataset.test.images[-1].permute(1, 2, 0), last)
+    np.testing.assert_array_equal(dataset.test.inputs[-1].permute(1, 2, 0), last)

@@ -48,7 +48,7 @@ def test_a_batched_training_equals_the_loop(two_blobs, spec, local):
     """
     shape = two_blobs.train.input_shape
     labels = torch.randint(0, 4, [300], generator=torch.Generator().manual_seed(0))
-    dataset = dataclasses.replace(two_blobs, classes=tuple("abcd"), train=Split(two_blobs.train.images, labels))
+    dataset = dataclasses.replace(two_blobs, classes=tuple("abcd"), train=Split(two_blobs.train.inputs, labels))
     model = models.create("mlp", input_shape=shape, classes=4, activation="sigmoid")
     task = gradveil.Task(model, input_shape=shape, classes=4).to(torch.float64)
     training = dataclasses.replace(QUICK, rounds=3, clients=12, scheme="dirichlet", alpha=0.3, local=local)
@@ -220,7 +220,7 @@ def test_the_privacy_spent_is_that_of_the_client_that_spent_most(two_blobs):
     spent = train(task_for(two_blobs), two_blobs, defense, training).privacy
     chosen = [torch.randperm(4, generator=derived_generator(3, "clients", number))[:2].tolist() for number in range(4)]
     private = split_public(two_blobs.train, 3)[1]
-    shares = partition(two_blobs.train.labels[private], clients=4, scheme="dirichlet", alpha=0.5, seed=3)
+    shares = partition(two_blobs.train.targets[private], clients=4, scheme="dirichlet", alpha=0.5, seed=3)
     expected = max(
         defense.privacy_spent(
             rounds=sum(client in drawn for drawn in chosen), batch_size=min(16, len(share)), examples=len(share)

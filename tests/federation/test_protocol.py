@@ -139,7 +139,7 @@ def test_replies_come_in_the_order_of_the_questions():
 def test_an_announcement_is_used_to_read_and_to_aggregate():
     server, _ = opened()
     server.elect(lambda _client: ALIGNED.publish(MODEL))
-    update = Update(ALIGNED.perturb(MODEL, public=server.announced), Meta(round=7))
+    update = Update(ALIGNED.perturb(MODEL, announced=server.announced), Meta(round=7))
     outside = Update({"w": torch.ones(10)}, Meta(round=7))
     got = server.read(wire.encode(update, locations=server.locations))
     assert torch.equal(got["w"], update["w"])

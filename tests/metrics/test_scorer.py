@@ -1,9 +1,8 @@
-"""Matching, labels, the blind guess, the verdict, and the scorer that puts them together."""
+"""Matching, labels, and the scorer that puts them together."""
 
 import json
 from itertools import permutations
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -61,71 +60,6 @@ class TestLabelAccuracy:
     def test_refuses_no_labels(self):
         with pytest.raises(InputError, match="at least 1"):
             metrics.label_accuracy(torch.tensor([]), torch.tensor([]))
-
-
-class TestBlindGuess:
-    def test_is_the_class_mean_for_each_label(self):
-        generator = np.random.default_rng(0)
-        public = generator.integers(0, 256, (50, 3, 5, 4), dtype=np.uint8)
-        public_labels = generator.integers(0, 4, 50)
-        labels = torch.tensor([3, 0, 3, 1])
-        guess = metrics.blind_guess(torch.from_numpy(public), torch.from_numpy(public_labels), labels, classes=4)
-        expected = np.stack([(public[public_labels == label] / 255).mean(axis=0) for label in labels.tolist()])
-        assert guess.dtype == torch.float32
-        np.testing.assert_allclose(guess, expected, atol=1e-6)
-
-    def test_its_range_is_that_of_images(self):
-        white = torch.full((7, 1, 12, 12), 255, dtype=torch.uint8)
-        guess = metrics.blind_guess(white, torch.zeros(7), torch.tensor([0]), classes=1)
-        assert guess.eq(1).all()
-
-    @pytest.mark.parametrize(("name", "least", "most"), [("faces_orl", 17, 21), ("mednist", 14, 18)])
-    def test_scores_high_where_images_of_a_class_look_alike(self, data_arrays, name, least, most):
-        arrays = data_arrays(f"{name}.npz", "x_train", "x_test", "y_train", "y_test")
-        public, victims, public_labels, labels = map(torch.from_numpy, arrays)
-        public, victims = public.permute(0, 3, 1, 2), victims.permute(0, 3, 1, 2)
-        guess = metrics.blind_guess(public, public_labels, labels, classes=int(public_labels.max()) + 1)
-        assert least < metrics.psnr(victims / 255, guess).mean() < most
-
-    def test_refuses_a_class_without_public_images(self):
-        public = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
-        with pytest.raises(InputError, match="no public image has label 1"):
-            metrics.blind_guess(public, torch.tensor([0, 2]), torch.tensor([0, 1]), classes=3)
-
-    @pytest.mark.parametrize(
-        ("public_labels", "labels", "message"),
-        [
-            ([0, 3], [0], "public labels must lie between 0 and 2, got 0 to 3"),
-            ([0, 1], [-1], "victims' labels must lie between 0 and 2, got -1 to -1"),
-            ([0], [0], "with a label each, got uint8 .* and 1 labels"),
-        ],
-    )
-    def test_refuses_labels_that_do_not_fit(self, public_labels, labels, message):
-        public = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)
-        with pytest.raises(InputError, match=message):
-            metrics.blind_guess(public, torch.tensor(public_labels), torch.tensor(labels), classes=3)
-
-    def test_refuses_images_that_are_not_uint8(self):
-        with pytest.raises(InputError, match="must be uint8"):
-            metrics.blind_guess(torch.zeros(1, 1, 4, 4), torch.tensor([0]), torch.tensor([0]), classes=1)
-
-
-@pytest.mark.parametrize(
-    ("psnr", "ssim", "blind", "expected"),
-    [
-        (15.0, 0.0, 5.0, True),  # the PSNR threshold itself counts
-        (14.999, 0.499, 5.0, False),
-        (9.0, 0.5, 5.0, True),  # the SSIM threshold itself counts
-        (30.0, 0.9, 28.0, True),  # the margin itself counts
-        (30.0, 0.9, 28.001, False),
-        (9.0, 0.9, 8.0, False),
-        (10.0, 0.1, 1.0, False),  # above the blind guess, yet not recognisable
-    ],
-)
-def test_verdict(psnr, ssim, blind, expected):
-    verdict = metrics.leaked(torch.tensor([psnr]), torch.tensor([ssim]), torch.tensor([blind]))
-    assert verdict.dtype == torch.bool
-    assert verdict.tolist() == [expected]
 
 
 class TestScorer:

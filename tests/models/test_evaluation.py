@@ -87,7 +87,7 @@ def test_training_goes_on_after_an_interruption_as_if_there_had_been_none(script
     class Loaded:
         def __init__(self, name):
             self.train = self
-            self.images = sets[name]
+            self.inputs = sets[name]
 
     monkeypatch.setattr(script, "TRAIN_SETS", tuple(sets))
     monkeypatch.setattr(script.data, "load", Loaded)

@@ -17,7 +17,7 @@ def make_model() -> nn.Module:
 def load_share(client: int, clients: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The images and labels that one client holds."""
     train = data.load("mnist").train
-    return train.batch(data.partition(train.labels, clients=clients, scheme="iid", seed=0)[client])
+    return train.batch(data.partition(train.targets, clients=clients, scheme="iid", seed=0)[client])
 
 
 def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, batch_size: int) -> float:

@@ -17,10 +17,10 @@ from gradveil.attacks.matching import (
     comparison,
     relative_unit,
     squared_distance,
-    total_variation,
     victim_bytes,
 )
 from gradveil.errors import ThreatModelError
+from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 

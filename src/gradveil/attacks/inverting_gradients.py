@@ -16,8 +16,8 @@ from gradveil.attacks.matching import (
     cosine_distance,
     cosine_unit,
     match,
-    total_variation,
 )
+from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)

@@ -13,6 +13,7 @@ from gradveil.attacks.base import Found, Targets
 from gradveil.attacks.engine import Course, Objective, Progress, Solution, adam, best_restarts, lbfgs
 from gradveil.defenses.knowledge import Reading
 from gradveil.errors import ParameterError, ThreatModelError
+from gradveil.modality.image import total_variation
 from gradveil.registry import suggest
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of, with_momentum
@@ -360,18 +361,3 @@ def check_variation(owner: str, tv: float, task: Task) -> None:
             f"{owner}: total variation is defined for images [channels, height, width], the inputs have shape "
             f"{list(task.input_shape)}; use tv=0"
         )
-
-
-def total_variation(images: Tensor, *, rounding: float = 0.0) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, down plus across.
-
-    Args:
-        images: any tensor whose last two axes are height and width.
-        rounding: rounds the kink of the absolute value off, ``sqrt(d^2 + rounding^2)``, for optimisers that need
-            a smooth cost.
-    """
-    down = images[..., 1:, :] - images[..., :-1, :]
-    across = images[..., :, 1:] - images[..., :, :-1]
-    axes = [axis for axis in (down, across) if axis.numel()] or [images.new_zeros(1)]
-    sizes = [(axis.square() + rounding**2).sqrt() if rounding else axis.abs() for axis in axes]
-    return torch.stack([size.mean() for size in sizes]).sum()

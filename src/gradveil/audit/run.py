@@ -12,7 +12,6 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 import gradveil
@@ -249,7 +248,8 @@ class _Bench:
         name, parameters = parse_spec(self.config.model)
         classes = len(self.dataset.classes)
         model = models.create(name, input_shape=self.input_shape, classes=classes, seed=self.config.seed, **parameters)
-        return Task(model, input_shape=self.input_shape, classes=classes)
+        modality = self.dataset.train.modality
+        return Task(model, input_shape=self.input_shape, classes=classes, modality=modality)
 
     def _choose_victims(self) -> tuple[Tensor, Tensor]:
         """Test images ``[victims, images, C, H, W]`` and their labels ``[victims, images]``, client after client."""
@@ -268,9 +268,7 @@ class _Bench:
     def _guess_blindly(self) -> tuple[Tensor, Tensor]:
         """The class means of the training images for each victim, and their PSNR ``[victims, images]``."""
         public = self.dataset.train
-        guess = metrics.blind_guess(
-            public.images, public.labels, self.labels.flatten(), classes=len(self.dataset.classes)
-        )
+        guess = public.modality.blind(public.inputs, public.targets, self.labels.flatten(), len(self.dataset.classes))
         psnr = metrics.psnr(self.images.flatten(0, 1), guess).view(self.labels.shape)
         return guess.view_as(self.images), psnr
 
@@ -471,7 +469,7 @@ class _Bench:
         public = as_batch(self.task, self.dataset.train.batch(places))
         # An active server changes the model first; honest clients run the defense on what they are sent.
         sent = attack.modify(self.task, public=public, generator=self._randomness("modify", str(attack)))
-        task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
+        defense, task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
         images, labels = (
             tensor.view(-1, self.config.batch_size, *tensor.shape[2:]) for tensor in (self.images, self.labels)
         )
@@ -503,7 +501,7 @@ class _Bench:
                 *batch,
                 generator=self._randomness("share", str(defense), number),
                 memory=memory,
-                public=announced,
+                announced=announced,
             )
             for task, batch, number, memory in zip(tasks, batches, numbers, memories, strict=True)
         ]
@@ -582,12 +580,10 @@ class _Bench:
         }
 
     def _save_image(self, stem: str, victim: int, images: Tensor) -> Path:
-        """Write a batch as one horizontal strip; returns the path."""
+        """Write a batch as one picture; returns the path."""
         path = self.folder / "images" / f"{stem}-v{victim}.png"
         path.parent.mkdir(exist_ok=True)
-        pixels = images.nan_to_num(nan=metrics.NAN_GREY).clamp(0, 1).mul(255).round().byte()
-        strip = torch.cat(list(pixels), dim=-1).permute(1, 2, 0)
-        Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(path)
+        path.write_bytes(self.task.modality.render(images))
         return path
 
     @property

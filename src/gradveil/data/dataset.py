@@ -1,4 +1,4 @@
-"""What a loaded dataset is: two splits of labelled 8-bit images and the names of the classes."""
+"""What a loaded dataset is: two splits of examples with their targets, and the names of the classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from gradveil.errors import DataError, InputError
+from gradveil.modality import IMAGE, Modality
 
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """Labelled images of one split, kept as bytes so that 60,000 of them fit in memory.
+    """Examples of one split and their targets.
 
     Args:
-        images: uint8 tensor [N, C, H, W].
-        labels: int64 tensor [N].
+        inputs: the examples ``[N, ...]`` as the modality stores them: images as bytes, so that 60,000 fit in memory.
+        targets: what a model should make of them, ``[N, ...]``: class numbers as int64, or other numbers.
+        modality: what an example is.
 
     Example:
         >>> split = Split(torch.full((3, 1, 2, 2), 255, dtype=torch.uint8), torch.tensor([0, 1, 0]))
@@ -26,20 +28,20 @@ class Split:
         (torch.float32, 1.0, [1, 0])
     """
 
-    images: Tensor
-    labels: Tensor
+    inputs: Tensor
+    targets: Tensor
+    modality: Modality = IMAGE
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.targets)
 
     @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of one image."""
-        channels, height, width = self.images.shape[1:]
-        return channels, height, width
+    def input_shape(self) -> tuple[int, ...]:
+        """Shape of one example."""
+        return tuple(self.inputs.shape[1:])
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen images as float32 in [0, 1] and their labels, in the order of `indices`."""
+        """The chosen examples as a task takes them (images as float32 in [0, 1]) and their targets, in this order."""
         chosen = torch.as_tensor(indices)
         if chosen.numel() == 0:
             chosen = chosen.long()
@@ -51,21 +53,21 @@ class Split:
         if len(outside):
             raise InputError(
                 f"batch: indices must lie from 0 to {len(self) - 1}, got {outside[0].item()}; "
-                f"the split has {len(self)} images"
+                f"the split has {len(self)} {self.modality.unit}s"
             )
-        return self.images[chosen].float() / 255, self.labels[chosen]
+        return self.modality.inputs_of(self.inputs[chosen]), self.targets[chosen]
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """A dataset ready for use; building one checks that images, labels and classes fit together.
+    """A dataset ready for use; building one checks that examples, targets and classes fit together.
 
     Args:
         name: the name or path it was loaded by.
         classes: the name of each class; label i means ``classes[i]``.
-        source: the file, folder or package the images came from, for reports; never an absolute path.
-        train: images for training, and for the attacker's public knowledge.
-        test: images kept apart.
+        source: the file, folder or package it came from, for reports; never an absolute path.
+        train: examples for training, and for the attacker's public knowledge.
+        test: examples kept apart.
 
     Example:
         >>> split = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
@@ -86,28 +88,29 @@ class Dataset:
     def __post_init__(self) -> None:
         for which, split in (("train", self.train), ("test", self.test)):
             self._check_split(which, split)
+        if self.train.modality != self.test.modality:
+            raise DataError(
+                f"{self.source}: train and test must be of one modality, "
+                f"got {self.train.modality} and {self.test.modality}"
+            )
         if self.train.input_shape != self.test.input_shape:
             raise DataError(
-                f"{self.source}: train and test images must have one shape, "
+                f"{self.source}: train and test {self.train.modality.unit}s must have one shape, "
                 f"got {_shape_words(self.train.input_shape)} and {_shape_words(self.test.input_shape)}"
             )
 
     def _check_split(self, which: str, split: Split) -> None:
-        images, labels = split.images, split.labels
-        if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3):
-            raise DataError(
-                f"{self.source}: {which} images must be uint8 [N, C, H, W] with 1 or 3 channels, "
-                f"got {images.dtype} {list(images.shape)}"
-            )
+        inputs, labels, unit = split.inputs, split.targets, split.modality.unit
+        split.modality.check_stored(f"{self.source}: {which}", inputs)
         if labels.dtype != torch.int64 or labels.ndim != 1:
             raise DataError(f"{self.source}: {which} labels must be int64 [N], got {labels.dtype} {list(labels.shape)}")
-        if len(images) != len(labels):
+        if len(inputs) != len(labels):
             raise DataError(
-                f"{self.source}: {which} must have one label an image, "
-                f"got {len(images)} images and {len(labels)} labels"
+                f"{self.source}: {which} must have one label per {unit}, "
+                f"got {len(inputs)} {unit}s and {len(labels)} labels"
             )
-        if images.numel() == 0:
-            raise DataError(f"{self.source}: {which} must hold at least one image with pixels, got none")
+        if inputs.numel() == 0:
+            raise DataError(f"{self.source}: {which} must hold at least one {unit}, and none that is empty; got none")
         outside = labels[(labels < 0) | (labels >= len(self.classes))]
         if len(outside):
             raise DataError(
@@ -122,5 +125,5 @@ class Dataset:
         )
 
 
-def _shape_words(shape: tuple[int, int, int]) -> str:
+def _shape_words(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))

@@ -36,9 +36,9 @@ def data_digest(dataset: Dataset) -> str:
     """Of all images and labels; 50 MB take a fraction of a second."""
     state = hashlib.sha256()
     for split in (dataset.train, dataset.test):
-        state.update(f"{list(split.images.shape)}".encode())
-        state.update(_bytes(split.images))
-        state.update(_bytes(split.labels))
+        state.update(f"{list(split.inputs.shape)}".encode())
+        state.update(_bytes(split.inputs))
+        state.update(_bytes(split.targets))
     return state.hexdigest()[:DIGITS]
 
 

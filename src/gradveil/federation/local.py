@@ -18,7 +18,6 @@ from gradveil import wire
 from gradveil.accounting import PrivacySpent
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.defenses.base import Public
 from gradveil.errors import ParameterError
 from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify, training_folder
 from gradveil.federation.clients import Batch, Clients, Randomness, Shared
@@ -29,7 +28,7 @@ from gradveil.federation.protocol import OpenRound
 from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import Update
+from gradveil.update import Announced, Update
 
 __all__ = [
     "Training",
@@ -128,7 +127,7 @@ def _train(
     public, private = split_public(dataset.train, seed)
     shares = deal(dataset.train, private, training)
     initial = task
-    task = defense.prepare(
+    defense, task = defense.prepare(
         task,
         public=as_batch(task, dataset.train.batch(public)),
         generator=derived_generator(seed, "prepare", device=task.device),
@@ -241,7 +240,7 @@ class _Federation:
         )
         randomness = self._randomness(number)
 
-        def announce(client: int) -> Public | None:
+        def announce(client: int) -> Announced | None:
             generator, memory = randomness(client, "announce"), state.memories[client]
             return self._defense.announce(
                 current, *batches[client], generator=generator, memory=memory, local=training.local
@@ -315,7 +314,7 @@ class _Federation:
         return accuracy
 
 
-def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -> tuple[float, float]:
+def _bytes(updates: Sequence[Update], aggregate: Update, known: Announced | None) -> tuple[float, float]:
     """What a client sends and gets back, on average."""
     upload = fmean(len(wire.encode(update, locations=known)) for update in updates[:ENCODED_CLIENTS])
     download = float(len(wire.encode(aggregate, locations=known)))
@@ -366,7 +365,7 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
 def deal(train_split: Split, private: Tensor, training: Training) -> list[Tensor]:
     """The indices of the images that each client holds."""
     shares = partition(
-        train_split.labels[private],
+        train_split.targets[private],
         clients=training.clients,
         scheme=training.scheme,
         alpha=training.alpha,
@@ -422,7 +421,7 @@ def performance_maintenance(accuracy: float, baseline: float, test: Split) -> fl
 
     Near chance: less than a quarter of the way from always naming the commonest class to being always right.
     """
-    chance = float(test.labels.bincount().max()) / len(test)
+    chance = float(test.targets.bincount().max()) / len(test)
     return None if baseline < chance + 0.25 * (1 - chance) else accuracy / baseline
 
 

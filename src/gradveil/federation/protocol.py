@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from gradveil import checks, wire
-from gradveil.defenses import Defense, Memory
-from gradveil.defenses.base import Public
+from gradveil.defenses import Defense
 from gradveil.errors import GradveilError, InputError, NotFiniteError
 from gradveil.federation.faults import DUPLICATE, MALFORMED, MISSING, STALE, STRANGER, Fault, Refused
-from gradveil.update import LocalSteps, Update
+from gradveil.update import Announced, LocalSteps, Memory, Update
 
 T = TypeVar("T")
 Note = Callable[[Fault], None]
@@ -136,9 +135,9 @@ class OpenRound(Replies[T]):
         super().__init__(number, clients, note, named_once=named_once)
         self.defense, self.parameters, self.statistics = defense, parameters, statistics or {}
         self.all_statistics, self.most_samples, self.local = all_statistics, most_samples, local
-        self.announced: Public | None = None
+        self.announced: Announced | None = None
 
-    def elect(self, ask: Callable[[int], bytes | Public | None]) -> None:
+    def elect(self, ask: Callable[[int], bytes | Announced | None]) -> None:
         """Take what the first client announces; if that has to be refused, what the next one does.
 
         Args:
@@ -149,7 +148,7 @@ class OpenRound(Replies[T]):
                 announced = ask(client)
                 if isinstance(announced, bytes):
                     announced = wire.decode_locations(announced, like=self.parameters)
-                self.defense.check_public(announced, self.parameters)
+                self.defense.check_announced(announced, self.parameters)
             except NotFiniteError:
                 continue  # it will say so again when it is asked for its update
             except (Refused, GradveilError) as error:
@@ -159,7 +158,7 @@ class OpenRound(Replies[T]):
             return
 
     @property
-    def locations(self) -> Public | None:
+    def locations(self) -> Announced | None:
         """The positions that both sides know all updates of this round to lie in."""
         return self.defense.locations(self.announced)
 
@@ -186,7 +185,7 @@ class OpenRound(Replies[T]):
             weights: their weights in the mean.
             memory: what the server's side of the defense remembers.
         """
-        return self.defense.aggregate(updates, weights=weights, memory=memory, public=self.announced)
+        return self.defense.aggregate(updates, weights=weights, memory=memory, announced=self.announced)
 
 
 def weight_of(name: str, claimed: object, most: int) -> float:

@@ -1,32 +1,24 @@
 """How close a reconstruction comes to the original, and whether that counts as a leak."""
 
-from gradveil.metrics.blind import blind_guess
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
 from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.power import relative_power
-from gradveil.metrics.scorer import NAN_GREY, Score, Scorer
+from gradveil.metrics.scorer import Score, Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
 from gradveil.metrics.structural_similarity import ssim
-from gradveil.metrics.verdict import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM, leaked
 
 __all__ = [
-    "LEAK_MARGIN",
-    "LEAK_PSNR",
-    "LEAK_SSIM",
     "LPIPS_RESOLUTION",
-    "NAN_GREY",
     "Lpips",
     "Score",
     "Scorer",
-    "blind_guess",
     "decoy_auc",
     "decoy_scores",
     "label_accuracy",
-    "leaked",
     "lpips",
     "match",
     "mse",

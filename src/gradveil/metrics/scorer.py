@@ -13,10 +13,7 @@ from gradveil.metrics.perceptual_distance import Lpips
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
 from gradveil.metrics.structural_similarity import ssim
-from gradveil.metrics.verdict import leaked
-
-NAN_GREY = 0.5
-"""What a NaN pixel counts as: the guess that is never off by more than half the range."""
+from gradveil.modality import IMAGE
 
 
 class Score(TypedDict):
@@ -81,10 +78,14 @@ class Scorer:
             raise InputError(
                 f"scorer: blind_psnr must be one number an original, [{len(originals)}], got {list(blind_psnr.shape)}"
             )
-        images = reconstructions.nan_to_num(nan=NAN_GREY).clamp(0, 1)
+        images = IMAGE.repaired(reconstructions)
         order = match(originals, images)
         images = images[order]
         image_psnr, image_ssim = psnr(originals, images), ssim(originals, images)
+        leaked = None
+        if blind_psnr is not None:
+            figures = zip(image_psnr.tolist(), image_ssim.tolist(), blind_psnr.tolist(), strict=True)
+            leaked = any(IMAGE.leaked({"psnr": one, "ssim": other}, blind) for one, other, blind in figures)
         return Score(
             mse=mse(originals, images).mean().item(),
             psnr=image_psnr.mean().item(),
@@ -92,5 +93,5 @@ class Scorer:
             lpips=None if self.lpips is None else self.lpips(originals, images).mean().item(),
             noise_ratio=noise_ratio(images).mean().item(),
             label_correct=label_accuracy(true_labels, guessed_labels[order]),
-            leaked=None if blind_psnr is None else bool(leaked(image_psnr, image_ssim, blind_psnr).any()),
+            leaked=leaked,
         )

@@ -9,7 +9,7 @@ from enum import Enum
 from statistics import fmean
 
 from gradveil.audit.store import resume_command
-from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
+from gradveil.modality.image import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
 from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit, adaptive
 from gradveil.report.scores import Score, score

@@ -10,7 +10,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradveil.errors import DataError
-from gradveil.metrics import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
+from gradveil.modality.image import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import FLAGS, Raised
 from gradveil.report.gallery import figures, victim_names
 from gradveil.report.judgement import judge

@@ -8,9 +8,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 
 from gradveil import checks, wire
 from gradveil.defenses import Defense
-from gradveil.defenses.base import Public
 from gradveil.errors import InputError
-from gradveil.update import Update
+from gradveil.update import Announced, Update
 
 INSTRUCTIONS = "gradveil"
 LOCATIONS = "gradveil.locations"
@@ -113,8 +112,8 @@ class Instructions:
         return found
 
 
-def announced(message: Message) -> Public | None:
-    """What the elected client of this round announced, for ``defense.share(..., public=...)``; mostly None.
+def announced(message: Message) -> Announced | None:
+    """What the elected client of this round announced, for ``defense.share(..., announced=...)``; mostly None.
 
     The server passes it on, so it is read as a stranger's: whatever it declares, no more is allocated than the model in
     the message is large, and only layers of that model are accepted.
@@ -123,15 +122,15 @@ def announced(message: Message) -> Public | None:
     if data is None:
         return None
     model = model_arrays(message.content, "the train message")[1].to_torch_state_dict()
-    public = wire.decode_locations(data, max_values=sum(value.numel() for value in model.values()))
-    for name, value in public.items():
+    locations = wire.decode_locations(data, max_values=sum(value.numel() for value in model.values()))
+    for name, value in locations.items():
         shape = list(model[name].shape) if name in model else "no such layer"
         if list(value.shape) != shape:
             raise InputError(
                 f"flower: expected announced locations of the model's layers, got {list(value.shape)} for {name!r}, "
                 f"which has {shape}"
             )
-    return public
+    return locations
 
 
 def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[str, float] | None = None) -> Message:
@@ -150,13 +149,15 @@ def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[s
     return Message(RecordDict({UPDATE: sent, "metrics": figures}), reply_to=message)
 
 
-def update_record(update: Update, instructions: Instructions, locations: Public | None) -> ArrayRecord:
+def update_record(update: Update, instructions: Instructions, locations: Announced | None) -> ArrayRecord:
     """An update as it travels in this round."""
     sent = Update(update, dataclasses.replace(update.meta, round=instructions.round))
     return bytes_record(wire.encode(sent, locations=locations))
 
 
-def announcement(message: Message, public: Public | None) -> Message:
+def announcement(message: Message, locations: Announced | None) -> Message:
     """The answer to a message that asks for an announcement."""
-    content = RecordDict() if public is None else RecordDict({LOCATIONS: bytes_record(wire.encode_locations(public))})
+    content = RecordDict()
+    if locations is not None:
+        content[LOCATIONS] = bytes_record(wire.encode_locations(locations))
     return Message(content, reply_to=message)

@@ -65,7 +65,7 @@ class _DefenseMod:
         if instructions is not None:
             instructions.check_defense(self.defense)
         announce = instructions is not None and instructions.announce
-        public = announced(message)
+        published = announced(message)
         _, before = model_arrays(message.content, "the train message")
         bare = copy.copy(message)
         bare.content = RecordDict({key: r for key, r in message.content.items() if key not in OUR_RECORDS})
@@ -86,13 +86,13 @@ class _DefenseMod:
         update = self._bounded(update_of(before, after, lr, self.statistics), context)
         if announce:
             return announcement(message, self.defense.publish(update, memory(context)))
-        update = self.defense.perturb(update, memory=memory(context), public=public)
+        update = self.defense.perturb(update, memory=memory(context), announced=published)
         others = self._listed({name: record for name, record in answer.content.items() if name != key})
         if self.send == "dense":
             answer.content = RecordDict({key: moved_arrays(before, update, lr), **others})
             return answer
         assert instructions is not None
-        sent = update_record(update, instructions, self.defense.locations(public))
+        sent = update_record(update, instructions, self.defense.locations(published))
         answer.content = RecordDict({UPDATE: sent, **others})
         return answer
 
@@ -271,7 +271,7 @@ def defense_mod(
     if isinstance(defense, str) and chosen.needs_preparing:
         raise ParameterError(
             f"defense_mod: {chosen.name} has to look at public data first: d = gradveil.defense(...), "
-            "d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
+            "d, task = d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
         )
     if clip == "default":
         clip = CLIP if chosen.adds_noise else None

@@ -142,7 +142,7 @@ def simulate(
     public, private = split_public(dataset.train, seed)
     shares = deal(dataset.train, private, training)
     known = as_batch(task, dataset.train.batch(public))
-    task = defense.prepare(task, public=known, generator=derived_generator(seed, "prepare"))
+    defense, task = defense.prepare(task, public=known, generator=derived_generator(seed, "prepare"))
     statistics = list(task.updated_buffers(known[0][:2]))
     rounds = _SameRounds(training, task.parameters, statistics)
     # The server's steps have a rate of their own.
@@ -264,11 +264,11 @@ def _answer(job: _Job, message: Message, context: Context) -> Message:
 
     own = memory(context)
     if instructions.announce:
-        public = job.defense.announce(
+        published = job.defense.announce(
             current, *batch, generator=randomness("announce"), memory=own, local=training.local
         )
-        return announcement(message, public)
+        return announcement(message, published)
     update = job.defense.share(
-        current, *batch, generator=randomness("share"), memory=own, public=announced(message), local=training.local
+        current, *batch, generator=randomness("share"), memory=own, announced=announced(message), local=training.local
     )
     return reply(message, update, job.defense)

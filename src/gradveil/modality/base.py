@@ -1,0 +1,139 @@
+"""The contract of a modality: everything the rest of gradveil must know about what an input is."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from gradveil.errors import InputError
+from gradveil.randomness import derived_generator
+from gradveil.registry import Registry
+
+
+class Modality(ABC):
+    """What an input is. The task and the split carry it; no other module knows.
+
+    Subclasses are frozen dataclasses without state, registered by name in `MODALITIES`. An example is *stored* as the
+    data set keeps it (images as bytes) and is an *input* as the task takes it (images as floats in [0, 1]).
+
+    Example:
+        >>> modality = MODALITIES.create("image")
+        >>> modality.project(torch.tensor([-0.5, 0.5, 1.5]))
+        tensor([0.0000, 0.5000, 1.0000])
+    """
+
+    name: ClassVar[str]
+    unit: ClassVar[str]
+    """What one example is called in words."""
+    primary: ClassVar[str]
+    """The metric by which attacks are ranked."""
+
+    @abstractmethod
+    def check_stored(self, where: str, stored: Tensor) -> None:
+        """Refuse (`DataError`) examples that are not stored as they should be; `where` begins the message."""
+
+    @abstractmethod
+    def inputs_of(self, stored: Tensor) -> Tensor:
+        """Stored examples as the inputs of a task."""
+
+    @abstractmethod
+    def start(
+        self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Random inputs of `shape`, ``(..., *input_shape)``: where a search begins."""
+
+    @abstractmethod
+    def project(self, inputs: Tensor) -> Tensor:
+        """The allowed inputs nearest to these; NaN stays NaN."""
+
+    @abstractmethod
+    def leaked(self, scores: Mapping[str, float | None], blind: float | None) -> bool:
+        """Whether an example has leaked.
+
+        Args:
+            scores: its reconstruction's, by metric; None: could not be computed.
+            blind: what the blind guess scores for it by the primary metric; None: there is no blind guess to beat.
+        """
+
+    @abstractmethod
+    def render(self, examples: Tensor) -> bytes:
+        """A batch of inputs as one PNG."""
+
+    @abstractmethod
+    def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
+        """Width and height of what `render` makes of `count` inputs."""
+
+    def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
+        """How unlikely a batch ``[N, *input_shape]`` looks, as a differentiable scalar; None: nothing is known.
+
+        Args:
+            inputs: the batch.
+            rounding: how far kinks are rounded off, for optimisers that need a smooth cost.
+        """
+        return None
+
+    def probe(self, count: int, input_shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """`count` inputs to try a model on, the same every time."""
+        generator = derived_generator(0, "probe")
+        start = self.start((count, *input_shape), generator, dtype=torch.float32, device=generator.device)
+        return start.to(device, dtype)
+
+    def decode(self, found: Tensor) -> Tensor:
+        """The examples that the result of a search stands for."""
+        return found
+
+    def repaired(self, found: Tensor) -> Tensor:
+        """Whatever an attack came back with, as inputs that can be scored and shown: finite and in range."""
+        return self.project(found.nan_to_num())
+
+    def mean(self, stored: Tensor) -> Tensor:
+        """The mean of stored examples, as an input."""
+        return self.inputs_of(stored).mean(0)
+
+    def blind(self, stored: Tensor, targets: Tensor, wanted: Tensor, classes: int | None) -> Tensor:
+        """The blind guess: for each wanted class, the mean of the public examples of that class.
+
+        Scored like an attack, it tells what the label and public data alone are worth, with no gradient at all; that
+        is a lot where the examples of a class look alike. Where examples have no class of their own, the guess is the
+        mean of all public examples.
+
+        Args:
+            stored: the public examples ``[M, ...]``.
+            targets: their targets ``[M, ...]``.
+            wanted: the victims' targets ``[N, ...]``.
+            classes: how many classes there are; None: the targets are no classes.
+
+        >>> public = torch.tensor([0, 255, 255], dtype=torch.uint8).reshape(3, 1, 1, 1)
+        >>> image = MODALITIES.create("image")
+        >>> image.blind(public, torch.tensor([0, 0, 1]), torch.tensor([1, 0]), classes=2).flatten()
+        tensor([1.0000, 0.5000])
+        """
+        self.check_stored("blind guess: public", stored)
+        if len(stored) != len(targets):
+            raise InputError(
+                f"blind guess: expected one target per public {self.unit}, got {len(targets)} for {len(stored)}"
+            )
+        if classes is None or targets.ndim != 1:
+            mean = self.mean(stored)
+            return mean.expand(len(wanted), *mean.shape)
+        for whose, given in (("public", targets), ("victims'", wanted)):
+            if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < classes:
+                raise InputError(
+                    f"blind guess: {whose} labels must lie between 0 and {classes - 1}, "
+                    f"got {int(given.min())} to {int(given.max())}"
+                )
+        means = {}
+        for label in set(wanted.tolist()):
+            members = stored[targets == label]
+            if len(members) == 0:
+                raise InputError(
+                    f"blind guess: no public {self.unit} has label {label}, so its class has no mean; "
+                    f"give public {self.unit}s of every class"
+                )
+            means[label] = self.mean(members)
+        return torch.stack([means[label] for label in wanted.tolist()])
+
+
+MODALITIES: Registry[Modality] = Registry("modality")
