@@ -13,7 +13,6 @@ from torch import nn
 import gradveil
 from gradveil import transforms
 from gradveil.attacks import adaptive
-from gradveil.attacks.base import Targets
 from gradveil.attacks.engine import Objective
 from gradveil.attacks.matching import (
     Search,
@@ -24,6 +23,7 @@ from gradveil.attacks.matching import (
     squared_distance,
     squared_unit,
 )
+from gradveil.attacks.problem import Problem
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
 from gradveil.errors import InputError, ThreatModelError
@@ -75,9 +75,8 @@ def observed(
 def cost_at(
     inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None, **options
 ) -> float:
-    stacked = [(task, {name: value[None] for name, value in update.items()}) for task, update in rounds]
-    chosen = {"distance": squared_distance, "unit": squared_unit, **options}
-    compare = comparison([task for task, _ in rounds], Targets(stacked, knowledge), **chosen)
+    chosen = {"layers": list(rounds[0][1]), "distance": squared_distance, "unit": squared_unit, **options}
+    compare = comparison([task for task, _ in rounds], knowledge, **chosen)
     return float(compare(inputs, [update for _, update in rounds], labels))
 
 
@@ -163,7 +162,11 @@ class TestTheTruthExplainsTheUpdate:
             for stage, update in seen
         ]
         compare = comparison(
-            [stage for stage, _ in stacked], Targets(stacked, knowledge), distance=cosine_distance, unit=cosine_unit
+            [stage for stage, _ in stacked],
+            knowledge,
+            layers=list(stacked[0][1]),
+            distance=cosine_distance,
+            unit=cosine_unit,
         )
         candidates = torch.rand(2, *one[0].shape, generator=seeded(7), dtype=torch.float64)
         labels, updates = one[1].expand(2, 1), [update for _, update in stacked]
@@ -461,12 +464,14 @@ class TestRecovery:
         start = torch.rand(1, *one[0].shape, generator=seeded(3), dtype=torch.float64)
         errors = []
         for knowledge in (None, next(iter(defense.adapt(task).values()))):
+            problem = Problem(
+                stacked, one[1][None], gradveil.ThreatModel(), seeded(), knowledge=knowledge, execution="loop"
+            )
             found = match(
-                task,
-                Targets(stacked, knowledge),
-                one[1][None],
+                problem,
                 start,
-                Search("lbfgs", 300, execution="loop"),
+                Search("lbfgs", 300),
+                layers=list(problem.updates),
                 distance=squared_distance,
                 unit=squared_unit,
             )

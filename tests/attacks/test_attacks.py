@@ -1,11 +1,15 @@
+import dataclasses
 import inspect
+import re
 
 import pytest
 import torch
 
 import gradveil
 from gradveil import data, metrics, models
+from gradveil.attacks import ATTACKS
 from gradveil.attacks.matching import cosine_distance
+from gradveil.core import parameters
 from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 
 QUICK = {
@@ -224,6 +228,26 @@ def test_repr_builds_the_same_attack_again():
         attack = gradveil.attack(name)
         assert eval(repr(attack), {"gradveil": gradveil}) == attack
         assert gradveil.attack(str(attack)) == attack
+
+
+DECLARED = [(name, parameter) for name in ATTACKS.names() for parameter in parameters.declared(ATTACKS.get(name))]
+
+
+@pytest.mark.parametrize(("name", "parameter"), DECLARED)
+def test_parameters_out_of_range_are_refused(name, parameter):
+    refused = parameters.declared(ATTACKS.get(name))[parameter].refused
+    assert refused
+    for value in refused:
+        with pytest.raises(ParameterError, match=f"^{name}: {parameter} must be .*, got {re.escape(repr(value))}"):
+            gradveil.attack(name, **{parameter: value})
+
+
+@pytest.mark.parametrize(("name", "parameter"), DECLARED)
+def test_parameters_are_frozen_and_described(name, parameter):
+    attack = gradveil.attack(name)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(attack, parameter, getattr(attack, parameter))
+    assert parameters.meanings(type(attack)).get(parameter)
 
 
 @pytest.mark.parametrize(
