@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -17,16 +18,17 @@ from gradveil import wire
 from gradveil.accounting import PrivacySpent
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.errors import InputError, ParameterError
+from gradveil.errors import ParameterError
 from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify, training_folder
 from gradveil.federation.clients import Batch, Clients, Randomness, Shared
-from gradveil.federation.faults import NOT_FINITE, Fault, Inbox, Transport
+from gradveil.federation.faults import NOT_FINITE
 from gradveil.federation.memory import RAM_BYTES, ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
+from gradveil.federation.protocol import OpenRound
 from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import Announced, LocalSteps, Update
+from gradveil.update import Announced, Update
 
 __all__ = [
     "Training",
@@ -55,6 +57,9 @@ LOSS_IMAGES = 256
 
 ENCODED_CLIENTS = 4
 """Of this many clients a round, the first drawn, the updates are encoded to learn their length."""
+
+Transport = Callable[[int, int, bytes], Iterable[bytes]]
+"""What becomes of a message on its way: (round, client, message) to the messages that arrive from that client."""
 
 DIVERGED_FACTOR = 10.0
 DIVERGED_ROUNDS = 5
@@ -222,28 +227,41 @@ class _Federation:
         batches = draw(current, self._dataset.train, self._shares, training, number)
         loss = training_loss(current, batches)
 
-        started = time.perf_counter()
-        announced = _announcement(
-            self._defense, current, batches, self._randomness(number), state.memories, training.local
+        images, _ = next(iter(batches.values()))
+        server: OpenRound[Update] = OpenRound(
+            number,
+            list(batches),
+            state.faults.append,
+            self._defense,
+            state.parameters,
+            statistics=current.updated_buffers(images) if self._transport else None,
+            most_samples=training.batch_size,
+            local=training.local,
         )
+        randomness = self._randomness(number)
+
+        def announce(client: int) -> Announced | None:
+            generator, memory = randomness(client, "announce"), state.memories[client]
+            return self._defense.announce(
+                current, *batches[client], generator=generator, memory=memory, local=training.local
+            )
+
+        started = time.perf_counter()
+        server.elect(announce)
         announcing = time.perf_counter() - started
-        shared = self._clients.share(current, batches, self._randomness(number), state.memories, announced)
+        shared = self._clients.share(current, batches, randomness, state.memories, server.announced)
         state.rounds_of.update(list(shared.updates))  # a mapping would be read as counts
-        state.faults += [Fault(number, client, NOT_FINITE, reason) for client, reason in shared.failed.items()]
+        for client, reason in shared.failed.items():
+            server.fail(client, NOT_FINITE, reason)
         if not shared.updates:
             state.diverged = number
             return None
-        known = self._defense.locations(announced)
-        updates = self._arrived(state, current, batches, shared, known)
+        updates = self._arrived(server, shared)
 
         started = time.perf_counter()
         if updates:
-            aggregate = self._defense.aggregate(
-                list(updates.values()),
-                weights=[update.meta.samples for update in updates.values()],
-                memory=state.server_memory,
-                announced=announced,
-            )
+            sent = list(updates.values())
+            aggregate = server.aggregate(sent, [update.meta.samples for update in sent], state.server_memory)
             moved = state.optimiser.step(state.parameters, aggregate, number)
             if not all(torch.isfinite(value).all() for value in moved.values()):
                 state.diverged = number
@@ -252,7 +270,7 @@ class _Federation:
         aggregating = time.perf_counter() - started
 
         state.number += 1
-        upload, download = _bytes(list(updates.values()), aggregate, known) if updates else (math.nan, math.nan)
+        upload, download = _bytes(sent, aggregate, server.locations) if updates else (math.nan, math.nan)
         record = RoundRecord(
             round=number,
             clients=len(updates),
@@ -274,31 +292,17 @@ class _Federation:
             self._training.seed, purpose, number, client, device=self._device
         )
 
-    def _arrived(
-        self, state: State, task: Task, batches: Mapping[int, Batch], shared: Shared, known: Announced | None
-    ) -> dict[int, Update]:
+    def _arrived(self, server: OpenRound[Update], shared: Shared) -> dict[int, Update]:
         """The updates that the server accepts; what it misses or refuses is noted."""
-        number, training = state.number, self._training
         for update in shared.updates.values():
-            update.meta.round = number
+            update.meta.round = server.number
         if self._transport is None:
             return shared.updates
-        images, _ = next(iter(batches.values()))
-        inbox = Inbox(
-            number,
-            list(shared.updates),
-            state.parameters,
-            buffers=task.updated_buffers(images),
-            most_samples=training.batch_size,
-            local=training.local,
-            locations=known,
-        )
         for client, update in shared.updates.items():
-            for message in self._transport(number, client, wire.encode(update, locations=known)):
-                inbox.receive(client, message)
-        updates, faults = inbox.close()
-        state.faults += faults
-        return updates
+            sent = wire.encode(update, locations=server.locations)
+            for message in self._transport(server.number, client, sent):
+                server.receive(client, partial(server.read, message))
+        return server.close()
 
     def _accuracy(self, state: State) -> float | None:
         """At every so many rounds; after the last one it is measured anyway."""
@@ -339,27 +343,6 @@ def privacy_spent(
     ]
     most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
     return None if most is None else dataclasses.replace(most, seeded=True)
-
-
-def _announcement(
-    defense: Defense,
-    task: Task,
-    batches: Mapping[int, Batch],
-    randomness: Randomness,
-    memories: ClientMemories,
-    local: LocalSteps | None,
-) -> Announced | None:
-    """What the elected client, the first of the round, announces; if it has to be refused, the next one's."""
-    for client, batch in batches.items():
-        try:
-            announced = defense.announce(
-                task, *batch, generator=randomness(client, "announce"), memory=memories[client], local=local
-            )
-            defense.check_announced(announced, task.parameters)
-        except InputError:
-            continue
-        return announced
-    return None
 
 
 def mean_or_nan(values: Iterable[float]) -> float:
