@@ -200,9 +200,10 @@ class Attack(Method, ABC):
                     f"{self.name}: known_labels must have shape [{len(victims)}, {threat.batch_size}] "
                     f"(victims, batch size), got {list(labels.shape)}"
                 )
-            if labels.min() < 0 or labels.max() >= task.classes:
+            classes = task.single_classes(self.name)
+            if labels.min() < 0 or labels.max() >= classes:
                 raise InputError(
-                    f"{self.name}: known_labels must lie in 0 to {task.classes - 1}, got {int(labels.min())} to "
+                    f"{self.name}: known_labels must lie in 0 to {classes - 1}, got {int(labels.min())} to "
                     f"{int(labels.max())}"
                 )
         generator = generator or fresh_generator(task.device)

@@ -69,17 +69,17 @@ class DLG(Attack):
         execution: str,
     ) -> Found:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
-        images = labels.shape[1]
+        images, classes = labels.shape[1], task.single_classes(self.name)
         pixels = images * math.prod(task.input_shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
-            logits = candidate[pixels:].view(images, task.classes)
+            logits = candidate[pixels:].view(images, classes)
             return candidate[:pixels].view(images, *task.input_shape), logits.softmax(1)
 
         options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": task.device}
         start = torch.stack(  # victim by victim, so that each starts where it would alone
             [
-                torch.cat([torch.rand(pixels, **options), torch.randn(images * task.classes, **options)])
+                torch.cat([torch.rand(pixels, **options), torch.randn(images * classes, **options)])
                 for _ in range(len(labels) * self.restarts)
             ]
         )
@@ -97,9 +97,9 @@ class DLG(Attack):
             unpack=unpack,
             progress=progress,
         )
-        pixel_values, logits = torch.split(found.inputs, [pixels, images * task.classes], dim=1)
+        pixel_values, logits = torch.split(found.inputs, [pixels, images * classes], dim=1)
         return replace(
             found,
             inputs=pixel_values.reshape(len(labels), images, *task.input_shape),
-            labels=logits.reshape(len(labels), images, task.classes).argmax(2),
+            labels=logits.reshape(len(labels), images, classes).argmax(2),
         )
