@@ -478,7 +478,7 @@ def test_class_numbers_and_probabilities_of_positions():
     assert task.classes_of(task.predict(inputs)).shape == labels.shape
     with pytest.raises(InputError, match=r"labels must be int64 of shape \[4, 5\], got torch.int64 of shape \[4\]"):
         task.gradients(inputs[:4], labels[:4, 0])
-    with pytest.raises(InputError, match=r"label probabilities must have shape \(4, 3, 5\), got \(4, 3\)"):
+    with pytest.raises(InputError, match=r"probabilities must have shape \[4, 3, 5\], got \[4, 3\]"):
         task.gradients(inputs[:4], soft[..., 0])
     drawn = task.random_labels(7, torch.Generator().manual_seed(0))
     assert drawn.shape == (7, 5)
@@ -511,5 +511,5 @@ def test_normalisation_follows_the_first_axis_of_an_input():
 
 def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task, tiny_batch):
     squared = gradveil.Task(tiny_task._model, F.mse_loss, input_shape=(1, 6, 6), classes=4)
-    with pytest.raises(InputError, match=r"must have shape \(3, 4\), got \(3,\); .* need a task with classes=None"):
+    with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
         squared.gradients(tiny_batch[0], torch.rand(3).double())

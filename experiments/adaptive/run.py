@@ -87,7 +87,7 @@ def observe(
 
             memory = memories[victim]
             public = defense.announce(task, *batch, generator=generator("announce"), memory=memory)
-            update = defense.share(task, *batch, generator=generator("share"), memory=memory, public=public)
+            update = defense.share(task, *batch, generator=generator("share"), memory=memory, announced=public)
             seen[victim].append((task, defense.visible([update])[0]))
             updates.append(update)
         mean = defense.aggregate(updates)
@@ -102,7 +102,7 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
     places, _ = split_public(dataset().train, SEED)
     task = build(setting["model"])
     public = as_batch(task, dataset().train.batch(places[: CONFIG["public_images"]]))
-    task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
     order = torch.randperm(len(dataset().test), generator=derived_generator(SEED, "victims"))[:victims]
     images, labels = as_batch(task, dataset().test.batch(order))
     if case["attack"] == BLIND:

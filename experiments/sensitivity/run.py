@@ -40,7 +40,7 @@ def build(model: str, dataset: Dataset, seed: int, **parameters: object) -> grad
 def prepared(defense: gradveil.Defense, task: gradveil.Task, dataset: Dataset, seed: int) -> gradveil.Defense:
     public, _ = split_public(dataset.train, seed)
     batch = as_batch(task, dataset.train.batch(public))
-    defense.prepare(task, public=batch, generator=derived_generator(seed, "prepare"))
+    defense, _ = defense.prepare(task, public=batch, generator=derived_generator(seed, "prepare"))
     return defense
 
 

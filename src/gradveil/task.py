@@ -518,31 +518,35 @@ class Task:
         self._check_inputs(inputs)
         if not isinstance(labels, Tensor):
             raise InputError(f"Task: labels must be a tensor, got {type(labels).__name__}")
-        count = len(inputs)
-        if labels.ndim == 0 or len(labels) != count:
+        if labels.ndim == 0 or len(labels) != len(inputs):
             got = len(labels) if labels.ndim else "no"
-            raise InputError(f"Task: expected one label per input, got {got} labels for {count} inputs")
+            raise InputError(f"Task: expected one label per input, got {got} labels for {len(inputs)} inputs")
+        self.check_labels("Task: labels", labels)
+
+    def check_labels(self, whose: str, labels: Tensor) -> None:
+        """Raise `InputError`, which begins with `whose`, unless labels fit the task, see `check`."""
+        count = len(labels)
         if labels.is_floating_point() and not torch.isfinite(labels).all():
-            raise InputError("Task: labels must be finite, got NaN or Inf; check the data")
+            raise InputError(f"{whose} must be finite, got NaN or Inf; check the data")
         if self.classes is None:
             return
         if labels.is_floating_point():
             wanted = (count, self.classes, *(self.positions if self.loss_name else labels.shape[2:]))
             if labels.shape != wanted:
                 raise InputError(
-                    f"Task: label probabilities must have shape {wanted}, got {tuple(labels.shape)}; class numbers "
-                    "must be of an integer type, and labels that are no classes need a task with classes=None"
+                    f"{whose} that are probabilities must have shape {list(wanted)}, got {list(labels.shape)}; class "
+                    "numbers must be of an integer type, and labels that are no classes need a task with classes=None"
                 )
             return
         wanted = (count, *(self.positions if self.loss_name else labels.shape[1:]))
         if labels.dtype != torch.int64 or labels.shape != wanted:
             raise InputError(
-                f"Task: labels must be int64 of shape {list(wanted)}, got {labels.dtype} of shape {list(labels.shape)}"
+                f"{whose} must be int64 of shape {list(wanted)}, got {labels.dtype} of shape {list(labels.shape)}"
             )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
             raise InputError(
-                f"Task: labels must lie in 0 to {self.classes - 1} ({self.classes} classes), got {low} to {high}; "
+                f"{whose} must lie in 0 to {self.classes - 1} ({self.classes} classes), got {low} to {high}; "
                 "check classes= and the label encoding"
             )
 

@@ -274,21 +274,21 @@ def test_batched_attacks_are_as_good_as_the_loop_in_single_precision():
 
 
 @pytest.mark.parametrize("optimiser", [lbfgs, partial(adam, lr=0.05, milestones=())])
-def test_the_course_tells_where_a_search_began_and_where_it_was_late(optimiser):
+def test_the_history_tells_where_a_search_began_and_where_it_was_late(optimiser):
     """Nine tenths of a search are a search of nine tenths of the steps."""
     scales = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
     start = torch.full((3, 6), -1.0, dtype=torch.float64)
     objective = Objective(rosenbrock, scales, execution="loop")
     whole, most = (optimiser(objective, start, iterations=steps) for steps in (10, 9))
     first, _ = objective(start, torch.arange(3))
-    torch.testing.assert_close(whole.course.start, first)
-    torch.testing.assert_close(whole.course.late, most.losses)
-    assert (whole.course.late > whole.losses).all()
-    assert whole.course.restarts.tolist() == whole.losses[:, None].tolist()
+    torch.testing.assert_close(whole.history.start, first)
+    torch.testing.assert_close(whole.history.late, most.losses)
+    assert (whole.history.late > whole.losses).all()
+    assert whole.history.restarts.tolist() == whole.losses[:, None].tolist()
 
 
 def test_a_search_that_ended_early_was_not_late():
     objective = Objective(lambda c, t: (c - t).square().sum(), torch.ones(1, 2, dtype=torch.float64))
     solution = lbfgs(objective, torch.zeros(1, 2, dtype=torch.float64), iterations=100)
     assert solution.iterations < 90
-    assert solution.course.late.tolist() == solution.losses.tolist()
+    assert solution.history.late.tolist() == solution.losses.tolist()

@@ -117,7 +117,7 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
     batches = batches_of([6, 4, 6])
     public = batches.popitem()[1]
     defense = gradveil.defense(spec + wrapped)
-    defense.prepare(task, public=public, generator=randomness(0, "prepare"))
+    defense, _ = defense.prepare(task, public=public, generator=randomness(0, "prepare"))
     batched = shared_by("batch", task, defense, batches, local, rounds=2)
     memories = {client: {} for client in batches}
     for shared in batched:  # two rounds, so that memories count

@@ -27,6 +27,7 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import gradveil
 from gradveil import cli, wire
+from gradveil.core.tensors import Tensors
 from gradveil.defenses import DEFENSES
 from gradveil.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
 from gradveil.federation import Training, flower, train
@@ -447,9 +448,10 @@ def test_compensation_happens_on_the_server():
         torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(40, 50)), input_shape=(1, 5, 8), classes=50
     )
     drawn = torch.Generator().manual_seed(0)
-    defense = gradveil.defense("risk-slicing", ratio=0.5, std=0.3)
-    defense.prepare(task, public=(torch.rand(8, 1, 5, 8, generator=drawn), torch.arange(8)), generator=drawn)
-    defense.slice_of = {name.replace("1.", "0."): value for name, value in defense.slice_of.items()}
+    public = torch.rand(8, 1, 5, 8, generator=drawn), torch.arange(8)
+    defense, _ = gradveil.defense("risk-slicing", ratio=0.5, std=0.3).prepare(task, public=public, generator=drawn)
+    renamed = {name.replace("1.", "0."): value for name, value in defense.slice_of.items()}
+    defense = dataclasses.replace(defense, slice_of=Tensors(renamed))
     sent = {}
 
     def tap(node, reply):
@@ -491,7 +493,7 @@ def test_one_client_announces_and_all_send_inside(spec):
         )
     )
     public = inner_of(defense).publish(exact_update(publisher))
-    updates = [defense.perturb(exact_update(node), memory={}, public=public) for node in NODES]
+    updates = [defense.perturb(exact_update(node), memory={}, announced=public) for node in NODES]
     assert_same(state_of(result.arrays), mean_step(updates, NODES), atol=1e-5, rtol=1e-5)
     assert strategy.uploads[-1] > strategy.uploads[0]  # the announcement is counted
 
@@ -898,7 +900,7 @@ class Holding(type(gradveil.defense("none"))):
     name = "holding"
     adds_noise = True
 
-    def perturb_layers(self, layers, draws, public=None):
+    def perturb_layers(self, layers, draws, announced=None):
         self.given.append(math.hypot(*(float(value.norm()) for value in layers.values())))
         return {name: torch.zeros_like(value) for name, value in layers.items()}
 
@@ -1368,19 +1370,20 @@ def test_a_client_that_is_not_finite_once_is_left_out_as_in_the_local_engine(two
     class Once(type(gradveil.defense("none"))):
         gradient_only = False
 
-        def share(self, task, inputs, labels, **options):
-            update = super().share(task, inputs, labels, **options)
-            if self.bad is None:
-                self.bad = inputs.sum()
-            if inputs.sum() == self.bad:
+        def __init__(self):
+            object.__setattr__(self, "bad", [])
+
+        def make_update(self, client):
+            update = super().make_update(client)
+            if not self.bad:
+                self.bad.append(client.inputs.sum())
+            if client.inputs.sum() == self.bad[0]:
                 raise NotFiniteError("gradients must be finite")
             return update
 
     monkeypatch.setattr(flower, "_run_on_ray", in_process)
-    here, there = Once(), Once()
-    here.bad = there.bad = None
-    here = train(task_for(two_blobs), two_blobs, here, FIVE)
-    there = flower.simulate(task_for(two_blobs), two_blobs, there, FIVE)
+    here = train(task_for(two_blobs), two_blobs, Once(), FIVE)
+    there = flower.simulate(task_for(two_blobs), two_blobs, Once(), FIVE)
     assert there.diverged is here.diverged is None
     assert [(f.round, f.kind) for f in there.faults] == [(f.round, f.kind) for f in here.faults] == [(0, "not finite")]
     assert [record.clients for record in there.rounds] == [record.clients for record in here.rounds]
@@ -1389,7 +1392,7 @@ def test_a_client_that_is_not_finite_once_is_left_out_as_in_the_local_engine(two
 
 def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):
     class Broken(type(gradveil.defense("none"))):
-        def share(self, *args, **kwargs):
+        def make_update(self, client):
             raise InputError("broken on purpose")
 
     monkeypatch.setattr(flower, "_run_on_ray", in_process)

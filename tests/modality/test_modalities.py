@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.data import Dataset, Split
-from gradveil.errors import DataError, UnknownNameError
+from gradveil.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.federation import Training, train
 from gradveil.federation.local import evaluate, performance_maintenance
 from gradveil.modality import IMAGE, MODALITIES, Modality
@@ -212,3 +212,27 @@ def test_a_classifier_of_positions_trains_and_counts_positions(execution):
     assert result.accuracy > 0.9
     chance = float(labels.flatten().bincount().max()) / 400
     assert performance_maintenance(0.9, chance + 0.2, dataset.test) == pytest.approx(0.9 / (chance + 0.2))
+
+
+@pytest.mark.parametrize("targets_of", [lambda rows: rows.sum(1, keepdim=True) / 9, lambda rows: (rows > 1).long()])
+def test_inputs_are_found_from_targets_of_any_shape_that_are_known(targets_of):
+    torch.manual_seed(0)
+    rows = stored_rows(3)
+    targets = targets_of(rows)
+    classes = None if targets.is_floating_point() else 2
+    head = nn.Linear(16, 1) if classes is None else nn.Sequential(nn.Linear(16, 8), nn.Unflatten(1, (2, 4)))
+    task = gradveil.Task(
+        nn.Sequential(nn.Linear(4, 16), nn.Sigmoid(), head),
+        F.mse_loss if classes is None else "cross-entropy",
+        input_shape=(4,),
+        classes=classes,
+        modality=Vector(),
+        **NORMALISATION,
+    )
+    updates = [gradveil.defense("none").share(task, rows[i : i + 1], targets[i : i + 1]) for i in range(3)]
+    threat = gradveil.ThreatModel(labels="known", known_labels=targets[:, None])
+    attack = gradveil.attack("idlg", iterations=200, restarts=2)
+    found = attack.reconstruct(task, updates, threat, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found.inputs[:, 0], rows, rtol=0, atol=0.05)
+    with pytest.raises(ThreatModelError, match=r"use ThreatModel\(labels='known'"):
+        attack.reconstruct(task, updates, gradveil.ThreatModel())

@@ -18,10 +18,9 @@ from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil import checks, compilation
+from gradveil.attacks.findings import LossHistory
+from gradveil.attacks.problem import Progress
 from gradveil.task import differentiate_by_autograd
-
-Progress = Callable[[int, int, float], None]
-"""Called with (steps done, steps in all, seconds left) after every step."""
 
 EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
 
@@ -134,37 +133,18 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 @dataclass(frozen=True)
-class Course:
-    """How a search went, for whoever must judge whether it had come to an end.
-
-    Args:
-        start: ``[victims]``, the loss of the first candidate.
-        late: ``[victims]``, the best loss after nine tenths of the steps (the final one if the search ended before).
-        restarts: ``[victims, restarts]``, the best loss of each.
-
-    Example:
-        >>> Course(torch.tensor([5.0]), torch.tensor([0.2]), torch.tensor([[0.1, 0.3]])).restarts.shape
-        torch.Size([1, 2])
-    """
-
-    start: Tensor
-    late: Tensor
-    restarts: Tensor
-
-
-@dataclass(frozen=True)
 class Solution:
     """Where the optimiser ended: the best candidate of each victim by its own loss, and the steps it took."""
 
     candidates: Tensor
     losses: Tensor
     iterations: Tensor
+    history: LossHistory
     interrupted: bool = False
-    course: Course | None = None  # None: there was no search
 
 
 LATE = 0.9
-"""The share of the steps after which `Course.late` is taken."""
+"""The share of the steps after which `LossHistory.late` is taken."""
 
 
 class _Clock:
@@ -250,8 +230,8 @@ def adam(
             remember(objective(candidates[alive], alive)[0], iterations + 1)
     except KeyboardInterrupt:
         interrupted = True
-    course = Course(started, best_losses if late is None else late, best_losses[:, None])
-    return Solution(best, best_losses, taken, interrupted, course)
+    history = LossHistory(started, best_losses if late is None else late, best_losses[:, None])
+    return Solution(best, best_losses, taken, history, interrupted)
 
 
 def lbfgs(
@@ -297,8 +277,8 @@ def lbfgs(
         torch.stack([run.best for run in runs]).reshape(start.shape),
         ended,
         torch.tensor([run.steps for run in runs]),
+        LossHistory(losses_of([run.first_loss for run in runs]), late, ended[:, None]),
         interrupted,
-        Course(losses_of([run.first_loss for run in runs]), late, ended[:, None]),
     )
 
 

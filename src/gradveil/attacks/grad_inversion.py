@@ -6,26 +6,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
-from gradveil.attacks.engine import Objective, Progress, adam
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.engine import Objective, adam
+from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
     NOTHING,
     Prior,
-    audible,
     check_variation,
     comparison,
+    matched_layers,
     relative_unit,
     squared_distance,
     victim_bytes,
 )
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer, number, text
 from gradveil.errors import ThreatModelError
 from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 
 @ATTACKS.register("grad-inversion")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class GradInversion(Attack):
     r"""Find images whose gradient is near the shared one, from several seeds that are held together.
 
@@ -68,21 +71,14 @@ class GradInversion(Attack):
 
     adapts = True
 
-    iterations: int = 1000
-    lr: float = 0.02
-    tv: float = 1e-2
-    l2: float = 1e-4
-    group: float = 1e-2
-    seeds: int = 4
-    statistics: float = 0.1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
-        for weight in ("tv", "l2", "group", "statistics"):
-            setattr(self, weight, checks.number(self.name, weight, getattr(self, weight), low=0))
-        self.seeds = checks.integer(self.name, "seeds", self.seeds, low=1)
+    iterations: int = integer(1000, low=1)
+    lr: float = number(0.02, above=0)
+    tv: float = number(1e-2, low=0)
+    l2: float = number(1e-4, low=0)
+    group: float = number(1e-2, low=0)
+    seeds: int = integer(4, low=1)
+    statistics: float = number(0.1, low=0)
+    mute: str = text(NOTHING)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Total variation needs images; granted statistics are those of one step."""
@@ -91,20 +87,11 @@ class GradInversion(Attack):
         if threat.statistics is not None and threat.local is not None:
             raise ThreatModelError(f"{self.name}: batch-norm statistics are used for single gradients only")
 
-    def run(
-        self,
-        task: Task,
-        targets: Targets,
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Minimise the sum over the seeds, then choose the seed that matches best."""
-        parameters, images = task.parameters, labels.shape[1]
-        targets = audible(self.name, targets, self.mute)
-        updates = [seen for _, seen in targets.rounds]
+        task, labels, threat, images = problem.task, problem.labels, problem.threat, problem.examples
+        parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
+        layers = matched_layers(self.name, problem.updates, self.mute)
         tiny = torch.finfo(task.dtype).tiny
 
         def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
@@ -115,9 +102,14 @@ class GradInversion(Attack):
             return self.tv * total_variation(inputs) + self.l2 * inputs.square().mean()
 
         def compared(images_prior: Prior | None) -> Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]:
-            stages = [seen for seen, _ in targets.rounds]
             return comparison(
-                stages, targets, distance=relative_distance, unit=relative_unit, prior=images_prior, local=threat.local
+                [stage for stage, _ in problem.rounds],
+                problem.knowledge,
+                layers=layers,
+                distance=relative_distance,
+                unit=relative_unit,
+                prior=images_prior,
+                local=threat.local,
             )
 
         with_prior, bare = compared(prior), compared(None)
@@ -138,16 +130,26 @@ class GradInversion(Attack):
             updates,
             labels,
             threat.statistics or {},
-            execution=execution,
+            execution=problem.execution,
             evaluations=self.iterations,
             victim_bytes=len(updates) * self.seeds * victim_bytes(task, images, threat.local),
         )
         shape = (len(labels), self.seeds, images, *task.input_shape)
-        start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-        solution = adam(objective, start, iterations=self.iterations, lr=self.lr, box=(0.0, 1.0), progress=progress)
+        start = torch.rand(shape, generator=problem.generator, dtype=task.dtype, device=task.device)
+        solution = adam(
+            objective, start, iterations=self.iterations, lr=self.lr, box=(0.0, 1.0), progress=problem.progress
+        )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
             matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
-        return Found(torch.stack(inputs), solution, objective.execution, labels)
+        return Reconstruction(
+            inputs=torch.stack(inputs),
+            labels=labels,
+            loss=solution.losses,
+            iterations=solution.iterations,
+            history=solution.history,
+            execution=objective.execution,
+            interrupted=solution.interrupted,
+        )

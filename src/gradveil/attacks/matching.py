@@ -1,17 +1,17 @@
 """What the gradient-matching attacks share: a cost from a distance and a prior, and the way to its minimum."""
 
-import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.base import Found, Targets
-from gradveil.attacks.engine import Course, Objective, Progress, Solution, adam, best_restarts, lbfgs
-from gradveil.defenses.knowledge import Reading
+from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
+from gradveil.attacks.findings import LossHistory, Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.errors import ParameterError, ThreatModelError
 from gradveil.modality.image import total_variation
 from gradveil.registry import suggest
@@ -44,7 +44,6 @@ class Search:
         signed: Adam on the signs of the gradients.
         restarts: independent starting points.
         smoothing: stages of ReLU smoothing, from smooth to sharp; empty: the model as it is. See `Task.smoothed`.
-        execution: how victims are evaluated, see `Objective`.
 
     Example:
         >>> Search(optimiser="lbfgs", iterations=300).restarts
@@ -57,31 +56,25 @@ class Search:
     signed: bool = True
     restarts: int = 1
     smoothing: Sequence[float] = ()
-    execution: str = "auto"
 
 
-def audible(owner: str, targets: Targets, mute: str) -> Targets:
+def matched_layers(owner: str, layers: Iterable[str], mute: str) -> list[str]:
     """The layers an attacker matches: all but those in `mute`.
 
     Args:
         owner: who asks, for the error message.
-        targets: the updates by parameter name.
+        layers: the names of all parameters.
         mute: ``"none"``, or names of parameters or modules to leave out, separated by ``|``.
 
-    >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
-    >>> updates = Targets([(task, {"weight": torch.zeros(1, 2, 2), "bias": torch.zeros(1, 2)})])
-    >>> list(audible("idlg", updates, "bias"))
-    ['weight']
+    >>> matched_layers("idlg", ["0.weight", "0.bias", "1.weight"], "0.bias|1")
+    ['0.weight']
     """
-    if mute == NOTHING:
-        return targets
-    left = copy.copy(targets)
-    for entry in mute.split("|"):
-        named = [name for name in targets if name == entry or name.startswith(f"{entry}.")]
+    left = every = list(layers)
+    for entry in mute.split("|") if mute != NOTHING else ():
+        named = [name for name in every if name == entry or name.startswith(f"{entry}.")]
         if not named:
-            raise ParameterError(f"{owner}: mute names no layer of the model: {entry!r}; {suggest(entry, targets)}")
-        for name in named:
-            left.pop(name, None)
+            raise ParameterError(f"{owner}: mute names no layer of the model: {entry!r}; {suggest(entry, every)}")
+        left = [name for name in left if name not in named]
     if not left:
         raise ParameterError(f"{owner}: mute={mute} leaves no layer to match; name fewer")
     return left
@@ -106,52 +99,52 @@ def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, 
 
 
 def match(
-    task: Task,
-    targets: Targets,
-    labels: Tensor,
+    problem: Problem,
     start: Tensor,
     search: Search,
     *,
+    layers: Sequence[str],
     distance: Distance,
     unit: Unit,
     prior: Prior | None = None,
     least_prior: float = 0.0,
-    local: LocalSteps | None = None,
     unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
-    progress: Progress | None = None,
-) -> Found:
+) -> Reconstruction:
     """Find candidates whose update is near the target, and that the prior likes; the best restart of each victim.
 
     Args:
-        task: the model at the weights the victims saw.
-        targets: the updates, ``[victims, ...]`` by name, in all their rounds.
-        labels: ``[victims, images]``.
+        problem: the updates in all their rounds, and what is known.
         start: ``[victims * restarts, ...]``, a victim's restarts next to each other.
         search: how to look.
+        layers: the parameters that are matched, see `matched_layers`.
         distance: between the simulated and the shared update of one victim.
         unit: what a squared error of 1 is in units of `distance`, see `squared_unit`.
         prior: what is added to the cost of a candidate.
         least_prior: weight of the total variation for someone who knows the defense, see `comparison`.
-        local: the clients' local steps.
         unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
-        progress: called after every step, over all stages.
     """
-    precision = torch.float64 if search.optimiser == "lbfgs" else task.dtype
+    labels, local = problem.labels, problem.threat.local
+    precision = torch.float64 if search.optimiser == "lbfgs" else problem.task.dtype
     repeated = [
         {name: value.to(precision).repeat_interleave(search.restarts, 0) for name, value in updates.items()}
-        for _, updates in targets.rounds
+        for _, updates in problem.rounds
     ]
     repeated_labels = _label_orders(labels, search.restarts) if local else labels.repeat_interleave(search.restarts, 0)
     stages = search.smoothing or (None,)
     total = search.iterations * len(stages)
-    candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), search.execution
-    started: Tensor | None = None
+    candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
+    first_loss: Tensor | None = None
     for number, sharpness in enumerate(stages):
-        stages_of_rounds = [
-            (seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in targets.rounds
-        ]
+        tasks = [(seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in problem.rounds]
         compare = comparison(
-            stages_of_rounds, targets, distance=distance, unit=unit, prior=prior, least_prior=least_prior, local=local
+            tasks,
+            problem.knowledge,
+            layers=layers,
+            distance=distance,
+            unit=unit,
+            prior=prior,
+            least_prior=least_prior,
+            local=local,
         )
         objective = Objective(
             _unpacked(compare, unpack),
@@ -159,13 +152,13 @@ def match(
             repeated_labels,
             execution=execution,
             evaluations=search.iterations,
-            victim_bytes=len(repeated) * victim_bytes(stages_of_rounds[0], labels.shape[1], local),
+            victim_bytes=len(repeated) * victim_bytes(tasks[0], problem.examples, local),
         )
 
         def tell(done: int, _steps: int, left: float, before: int = number * search.iterations) -> None:
-            if progress:
+            if problem.progress:
                 later = total - before - search.iterations
-                progress(before + done, total, left + later * left / max(1, search.iterations - done))
+                problem.progress(before + done, total, left + later * left / max(1, search.iterations - done))
 
         options: dict[str, Any] = {"iterations": search.iterations, "progress": tell}
         if search.optimiser == "lbfgs":
@@ -173,17 +166,20 @@ def match(
         else:
             solution = adam(objective, candidates, lr=search.lr, signed=search.signed, box=(0.0, 1.0), **options)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
-        course = solution.course
-        assert course is not None  # both optimisers tell
-        started = course.start if started is None else started
+        first_loss = solution.history.start if first_loss is None else first_loss
         if solution.interrupted:
             break
     best = best_restarts(solution.losses, search.restarts)
-    assert started is not None
-    assert course is not None
-    course = Course(started[best], course.late[best], solution.losses.view(-1, search.restarts))
-    kept = Solution(solution.candidates[best], solution.losses[best], taken[best.cpu()], solution.interrupted, course)
-    return Found(kept.candidates, kept, execution, repeated_labels[best])
+    assert first_loss is not None
+    return Reconstruction(
+        inputs=candidates[best],
+        labels=repeated_labels[best],
+        loss=solution.losses[best],
+        iterations=taken[best.cpu()],
+        history=LossHistory(first_loss[best], solution.history.late[best], solution.losses.view(-1, search.restarts)),
+        execution=execution,
+        interrupted=solution.interrupted,
+    )
 
 
 def _label_orders(labels: Tensor, orders: int) -> Tensor:
@@ -220,8 +216,9 @@ def _unpacked(
 
 def comparison(
     tasks: Sequence[Task],
-    targets: Targets,
+    knowledge: Knowledge | None,
     *,
+    layers: Sequence[str],
     distance: Distance,
     unit: Unit,
     prior: Prior | None = None,
@@ -244,7 +241,8 @@ def comparison(
 
     Args:
         tasks: of the rounds.
-        targets: what is known; its names are those that are matched.
+        knowledge: of the defense; None: the plain attacker.
+        layers: the parameters that are matched.
         distance: between the simulated and the shared update.
         unit: what a squared error of 1 is in units of `distance`.
         prior: what is added to the cost of a candidate.
@@ -252,21 +250,20 @@ def comparison(
             units of the update's squared length: defended updates leave directions of the image open.
         local: the clients' local steps.
     """
-    names, knowledge = list(targets), targets.knowledge
     parameters = [task.parameters for task in tasks]
 
-    def heard(gradients: Gradients) -> Gradients:
-        return {name: gradients[name] for name in names}
+    def matched(gradients: Gradients) -> Gradients:
+        return {name: gradients[name] for name in layers}
 
     def plain(inputs: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
         parts = [
-            distance(simulate(task, weights, inputs, labels, local), heard(update))
+            distance(simulate(task, weights, inputs, labels, local), matched(update))
             for task, weights, update in zip(tasks, parameters, updates, strict=True)
         ]
         loss = parts[0] if len(parts) == 1 else torch.stack(parts).mean()
         return loss if prior is None else loss + prior(inputs)
 
-    if knowledge is None:
+    if knowledge is None or not knowledge.changes_matching:
         return plain
     know = knowledge  # for the type checker
 
@@ -284,7 +281,7 @@ def comparison(
             noise = know.variance(update) if callable(know.variance) else know.variance
             smooth = 4 * noise / len(updates) * inputs.numel() * variation
             drawn = know.draw(task, values, inputs, labels) if know.draw else [values]
-            parts += [judge(heard(one), heard(update), noise, smooth, variation) for one in drawn]
+            parts += [judge(matched(one), matched(update), noise, smooth, variation) for one in drawn]
         loss = torch.stack(parts).mean()
         return loss if prior is None else loss + prior(inputs)
 

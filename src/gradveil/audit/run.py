@@ -440,7 +440,7 @@ class _Bench:
                 bound=stage.bound,
                 trained_on=rounds[place].trained_on,
                 power=rounds[place].power,
-                course=_course(found, place, len(chunk)),
+                history=_loss_history(found, place, len(chunk)),
             )
             for place, victim in enumerate(chunk)
             if victim in missing
@@ -469,7 +469,7 @@ class _Bench:
         public = as_batch(self.task, self.dataset.train.batch(places))
         # An active server changes the model first; honest clients run the defense on what they are sent.
         sent = attack.modify(self.task, public=public, generator=self._randomness("modify", str(attack)))
-        task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
+        defense, task = defense.prepare(sent, public=public, generator=self._randomness("prepare", str(defense)))
         images, labels = (
             tensor.view(-1, self.config.batch_size, *tensor.shape[2:]) for tensor in (self.images, self.labels)
         )
@@ -501,7 +501,7 @@ class _Bench:
                 *batch,
                 generator=self._randomness("share", str(defense), number),
                 memory=memory,
-                public=announced,
+                announced=announced,
             )
             for task, batch, number, memory in zip(tasks, batches, numbers, memories, strict=True)
         ]
@@ -543,7 +543,7 @@ class _Bench:
         bound: float | None = None,
         trained_on: Tensor | None = None,
         power: float | None = None,
-        course: Row | None = None,
+        history: Row | None = None,
     ) -> Row:
         guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
         score = self.scorer.score(self.images[victim], *guess)
@@ -571,7 +571,7 @@ class _Bench:
             # Against the images the client truly used, where the defense changed them.
             "trained_on": against and {metric: against[metric] for metric in ("mse", "psnr", "ssim", "lpips")},
             "loss": None if loss is None else _finite(loss),
-            **(course or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
+            **(history or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
             "iterations": iterations,
             "seconds": round(seconds, 3),
             "image": image.relative_to(self.folder).as_posix(),
@@ -628,12 +628,13 @@ class _Bench:
         )
 
 
-def _course(found: Reconstruction, place: int, victims: int) -> Row | None:
+def _loss_history(found: Reconstruction, place: int, victims: int) -> Row | None:
     """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
-    if found.course is None:
+    history = found.history
+    if history is None:
         return None
-    start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (found.course.start, found.course.late))
-    restarts = found.course.restarts.view(victims, -1, found.course.restarts.shape[-1])[place].mean(0).tolist()
+    start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (history.start, history.late))
+    restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[place].mean(0).tolist()
     if not all(map(math.isfinite, [start, late, *restarts])):
         return None
     return {"loss_start": start, "loss_late": late, "loss_restarts": restarts}

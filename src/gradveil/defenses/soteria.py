@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
+from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import DEFENSES, StepDefense
 from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, steps_of
+from gradveil.update import ClientRound, LocalSteps, steps_of
 
 MEMORY = 1 << 28
 """Bytes that the units or directions worked on at once may take."""
 
 
 @DEFENSES.register("soteria")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Soteria(StepDefense):
     r"""Zero the columns of the classifier's weight gradient that belong to the most revealing units.
 
@@ -62,20 +62,15 @@ class Soteria(StepDefense):
 
     paper = "Sun et al., CVPR 2021"
     has_adaptive_attacker = True
-    strength = Strength("rate", 0.0, 1.0)
 
-    rate: float = 0.8
-    directions: int = 0
+    rate: float = number(0.8, low=0, high=1, strength=(0.0, 1.0))
+    directions: int = integer(0, low=0)
 
-    def __post_init__(self) -> None:
-        self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
-        self.directions = checks.integer(self.name, "directions", self.directions, low=0)
-
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """The gradients, with columns zeroed."""
-        weight = self._pruned_layer(task)
-        gradients = task.gradients(inputs, labels)
-        scores = self.scores(task, inputs, generator=source)
+        weight = self._pruned_layer(client.task)
+        gradients = client.task.gradients(client.inputs, client.targets)
+        scores = self.scores(client.task, client.inputs, generator=client.source)
         zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
         columns = scores.argsort(stable=True)[:zeroed]
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}

@@ -20,11 +20,11 @@ from torch.func import vmap
 
 from gradveil import checks, compilation
 from gradveil.defenses import Defense, Perturbation
-from gradveil.defenses.base import Memory, Public, check_gradients
+from gradveil.defenses.base import checked_gradients
 from gradveil.errors import NotFiniteError, ParameterError
 from gradveil.federation.training import Training
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Meta, Update, compute_update, steps_of, with_momentum
+from gradveil.update import Announced, LocalSteps, Memory, Meta, Update, compute_update, steps_of, with_momentum
 
 EXECUTIONS = ("auto", "loop", "batch", "compile")
 
@@ -139,7 +139,7 @@ class Clients:
         compiled = (self._chunk, _images_a_step(training)) if self.execution == "compile" else None
         self._batched = _BatchedUpdates(task, training.local, compiled=compiled)
         # Clients that defend themselves one layer at a time: all of a chunk can do so together.
-        self._together = isinstance(defense, Perturbation) and type(defense).perturb is Perturbation.perturb
+        self._together = defense.batches_clients
         self._undefended: float | None = None
 
     def share(
@@ -148,7 +148,7 @@ class Clients:
         batches: Mapping[int, Batch],
         randomness: Randomness,
         memories: Mapping[int, Memory],
-        public: Public | None = None,
+        announced: Announced | None = None,
     ) -> Shared:
         """What each client sends.
 
@@ -157,10 +157,10 @@ class Clients:
             batches: the images and labels that each client drew.
             randomness: each client's own.
             memories: each client's own.
-            public: what the elected client announced.
+            announced: what the elected client announced.
         """
         shared, clients = Shared(), list(batches)
-        asked = _Round(task, batches, randomness, memories, public)
+        asked = _Round(task, batches, randomness, memories, announced)
         if self.execution == "loop":
             self._share_in_turn(shared, clients, asked)
             return shared
@@ -193,10 +193,10 @@ class Clients:
             *asked.batches[client],
             generator=asked.randomness(client, "share"),
             memory=asked.memories.get(client),
-            public=asked.public,
+            announced=asked.announced,
             local=self._training.local,
         )
-        check_gradients(self._defense.name, update)
+        checked_gradients(self._defense.name, update)
         taken = time.perf_counter() - started
         shared.gradient_seconds += min(undefended, taken)
         shared.defense_seconds += max(0.0, taken - undefended)
@@ -207,9 +207,9 @@ class Clients:
     ) -> None:
         started = time.perf_counter()
         update = self._defense.perturb(
-            honest, generator=generator, memory=asked.memories.get(client), public=asked.public
+            honest, generator=generator, memory=asked.memories.get(client), announced=asked.announced
         )
-        check_gradients(self._defense.name, update)
+        checked_gradients(self._defense.name, update)
         shared.defense_seconds += time.perf_counter() - started
         shared.updates[client] = update
 
@@ -230,7 +230,7 @@ class Clients:
             return
         assert isinstance(self._defense, Perturbation)
         try:
-            defended = self._defense.perturb_clients(stacked, generators=generators, public=asked.public)
+            defended = self._defense.perturb_clients(stacked, generators=generators, announced=asked.announced)
         except NotFiniteError:
             self._share_in_turn(shared, clients, asked)  # to find out whose gradients they are
             return
@@ -257,7 +257,7 @@ class _Round:
     batches: Mapping[int, Batch]
     randomness: Randomness
     memories: Mapping[int, Memory]
-    public: Public | None
+    announced: Announced | None
 
 
 class _BatchedUpdates:

@@ -67,9 +67,6 @@ from gradveil import checks, wire
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.defenses.base import (
-    Public,
-)
 from gradveil.federation.faults import (
     DUPLICATE,
     FAILED,
@@ -98,7 +95,7 @@ from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.training import RoundRecord, Training, TrainingResult
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import Meta, Update
+from gradveil.update import Announced, Meta, Update
 
 if TYPE_CHECKING:
     from flwr.clientapp.typing import ClientAppCallable
@@ -278,8 +275,8 @@ def memory(context: Context) -> MutableMapping[str, Tensor]:
     return _ContextMemory(context.state)
 
 
-def announced(message: Message) -> Public | None:
-    """What the elected client of this round announced, for ``defense.share(..., public=...)``; mostly None.
+def announced(message: Message) -> Announced | None:
+    """What the elected client of this round announced, for ``defense.share(..., announced=...)``; mostly None.
 
     The server passes it on, so it is read as a stranger's: whatever it declares, no more is allocated than the model in
     the message is large, and only layers of that model are accepted.
@@ -385,7 +382,7 @@ def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[s
     return Message(RecordDict({UPDATE: _bytes_record(data), "metrics": figures}), reply_to=message)
 
 
-def _announcement(message: Message, public: Public | None) -> Message:
+def _announcement(message: Message, public: Announced | None) -> Message:
     content = RecordDict() if public is None else RecordDict({LOCATIONS: _bytes_record(wire.encode_locations(public))})
     return Message(content, reply_to=message)
 
@@ -441,7 +438,7 @@ class _DefenseMod:
         update = self._bounded(_update(before, after, lr, self.statistics), context)
         if announce:
             return _announcement(message, self.defense.publish(update, memory(context)))
-        update = self.defense.perturb(update, memory=memory(context), public=public)
+        update = self.defense.perturb(update, memory=memory(context), announced=public)
         others = self._listed({name: record for name, record in answer.content.items() if name != key})
         if self.send == "dense":
             answer.content = RecordDict({key: _moved(before, update, lr), **others})
@@ -627,7 +624,7 @@ def defense_mod(
     if isinstance(defense, str) and chosen.needs_preparing:
         raise ParameterError(
             f"defense_mod: {chosen.name} has to look at public data first: d = gradveil.defense(...), "
-            "d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
+            "d, task = d.prepare(task, public=(inputs, labels)), then defense_mod(d)"
         )
     if clip == "default":
         clip = CLIP if chosen.adds_noise else None
@@ -738,7 +735,7 @@ class _Round:
     parameters: dict[str, Tensor]
     statistics: dict[str, Tensor]
     asked: list[Message]
-    public: Public | None = None
+    public: Announced | None = None
     announcement_up: int = 0  # bytes that announcing cost the elected client, up and down
     announcement_down: int = 0
 
@@ -870,7 +867,7 @@ class GradveilStrategy(Strategy):
                 [one.update for one in accepted],
                 weights=[one.weight for one in accepted],
                 memory=self._memory,
-                public=now.public,
+                announced=now.public,
             )
             moved = _moved(now.arrays, aggregate, self.lr)
             # A record of its own for each: medians take arrays out of theirs.
@@ -916,7 +913,7 @@ class GradveilStrategy(Strategy):
     def __repr__(self) -> str:
         return f"GradveilStrategy({type(self.inner).__name__}, {str(self.defense)!r}, lr={self.lr:g})"
 
-    def _elect(self, now: _Round, instructions: _Instructions, grid: Grid) -> Public | None:
+    def _elect(self, now: _Round, instructions: _Instructions, grid: Grid) -> Announced | None:
         """What the first client announces; if that has to be refused, the next one's."""
         question = dataclasses.replace(instructions, announce=True).record()
         for message in now.asked:
@@ -931,7 +928,7 @@ class GradveilStrategy(Strategy):
                 now.announcement_down += _size(ask.content)
                 data = _bytes_of(answers[0].content, LOCATIONS)
                 public = None if data is None else wire.decode_locations(data, like=now.parameters)
-                self.defense.check_public(public, now.parameters)
+                self.defense.check_announced(public, now.parameters)
             except (_Refused, GradveilError) as error:
                 self._refuse(now.number, node, error)
                 continue
@@ -1195,7 +1192,7 @@ def simulate(
     public, private = split_public(dataset.train, seed)
     shares = deal(dataset.train, private, training)
     known = as_batch(task, dataset.train.batch(public))
-    task = defense.prepare(task, public=known, generator=derived_generator(seed, "prepare"))
+    defense, task = defense.prepare(task, public=known, generator=derived_generator(seed, "prepare"))
     statistics = list(task.updated_buffers(known[0][:2]))
     rounds = _SameRounds(training, task.parameters, statistics)
     # The server's steps have a rate of their own.
@@ -1400,6 +1397,6 @@ def _answer(job: _Job, message: Message, context: Context) -> Message:
         )
         return _announcement(message, public)
     update = job.defense.share(
-        current, *batch, generator=randomness("share"), memory=own, public=announced(message), local=training.local
+        current, *batch, generator=randomness("share"), memory=own, announced=announced(message), local=training.local
     )
     return reply(message, update, job.defense)

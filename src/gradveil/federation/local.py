@@ -17,7 +17,6 @@ from gradveil import wire
 from gradveil.accounting import PrivacySpent
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
-from gradveil.defenses.base import Public
 from gradveil.errors import InputError, ParameterError
 from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify, training_folder
 from gradveil.federation.clients import Batch, Clients, Randomness, Shared
@@ -27,7 +26,7 @@ from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update
+from gradveil.update import Announced, LocalSteps, Update
 
 __all__ = [
     "Training",
@@ -125,7 +124,7 @@ def _train(
     public, private = split_public(dataset.train, seed)
     shares = deal(dataset.train, private, training)
     initial = task
-    task = defense.prepare(
+    defense, task = defense.prepare(
         task,
         public=as_batch(task, dataset.train.batch(public)),
         generator=derived_generator(seed, "prepare", device=task.device),
@@ -245,7 +244,7 @@ class _Federation:
                 list(updates.values()),
                 weights=[update.meta.samples for update in updates.values()],
                 memory=state.server_memory,
-                public=announced,
+                announced=announced,
             )
             moved = state.optimiser.step(state.parameters, aggregate, number)
             if not all(torch.isfinite(value).all() for value in moved.values()):
@@ -278,7 +277,7 @@ class _Federation:
         )
 
     def _arrived(
-        self, state: State, task: Task, batches: Mapping[int, Batch], shared: Shared, known: Public | None
+        self, state: State, task: Task, batches: Mapping[int, Batch], shared: Shared, known: Announced | None
     ) -> dict[int, Update]:
         """The updates that the server accepts; what it misses or refuses is noted."""
         number, training = state.number, self._training
@@ -313,7 +312,7 @@ class _Federation:
         return accuracy
 
 
-def _bytes(updates: Sequence[Update], aggregate: Update, known: Public | None) -> tuple[float, float]:
+def _bytes(updates: Sequence[Update], aggregate: Update, known: Announced | None) -> tuple[float, float]:
     """What a client sends and gets back, on average."""
     upload = fmean(len(wire.encode(update, locations=known)) for update in updates[:ENCODED_CLIENTS])
     download = float(len(wire.encode(aggregate, locations=known)))
@@ -351,14 +350,14 @@ def _announcement(
     randomness: Randomness,
     memories: ClientMemories,
     local: LocalSteps | None,
-) -> Public | None:
+) -> Announced | None:
     """What the elected client, the first of the round, announces; if it has to be refused, the next one's."""
     for client, batch in batches.items():
         try:
             announced = defense.announce(
                 task, *batch, generator=randomness(client, "announce"), memory=memories[client], local=local
             )
-            defense.check_public(announced, task.parameters)
+            defense.check_announced(announced, task.parameters)
         except InputError:
             continue
         return announced
