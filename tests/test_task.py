@@ -209,7 +209,7 @@ def test_normalisation_is_part_of_the_task():
     normalised = (images - torch.tensor([0.1, 0.2]).view(2, 1, 1)) / torch.tensor([0.5, 2.0]).view(2, 1, 1)
     expected = autograd_gradients(model, normalised, labels)
     torch.testing.assert_close(task.gradients(images, labels)["1.weight"], expected["1.weight"])
-    with pytest.raises(ParameterError, match="one value a channel"):
+    with pytest.raises(ParameterError, match="one value per channel"):
         gradveil.Task(model, input_shape=(2, 2, 2), classes=3, mean=(0.1,), std=(1.0, 1.0))
 
 
@@ -409,3 +409,107 @@ def test_a_model_can_be_taken_out_changed_and_put_back(tiny_task, tiny_batch):
     torch.testing.assert_close(values, (tiny_batch[0] - 0.4) / 0.2)
     torch.testing.assert_close(named.denormalised(values), tiny_batch[0])
     torch.testing.assert_close(named.outputs(named.parameters, tiny_batch[0]), moved.outputs(moved.parameters, values))
+
+
+class PerPosition(nn.Module):
+    """Names a class for each of five columns of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(2, 6, 3, padding=1), nn.Conv1d(6, 3, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).sigmoid())
+
+
+def per_position():
+    torch.manual_seed(0)
+    inputs = torch.rand(300, 2, 5, dtype=torch.float64)
+    labels = (2.5 * inputs.mean(1)).long().clamp(max=2)
+    return gradveil.Task(PerPosition().double(), input_shape=(2, 5), classes=3), inputs, labels
+
+
+def regression():
+    torch.manual_seed(0)
+    inputs = torch.rand(300, 4, dtype=torch.float64)
+    heights = torch.stack([inputs.sum(1), inputs[:, 0] - inputs[:, 1]], 1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)).double()
+    return gradveil.Task(model, F.mse_loss, input_shape=(4,), classes=None), inputs, heights
+
+
+@pytest.mark.parametrize("make", [per_position, regression])
+class TestOtherTargets:
+    """Targets that are not one class per input: gradients, per-example gradients, sensitivity, training."""
+
+    def test_gradients_are_autograds_and_the_mean_of_those_of_examples(self, make):
+        task, inputs, targets = make()
+        batch = inputs[:4], targets[:4]
+        got, every = task.gradients(*batch), task.per_example_gradients(*batch)
+        values = torch.autograd.grad(task.loss_of(task._model(batch[0]), batch[1]), list(task._model.parameters()))
+        for (name, value), expected in zip(got.items(), values, strict=True):
+            torch.testing.assert_close(value, expected)
+            torch.testing.assert_close(every[name].mean(0), expected)
+            alone = task.gradients(inputs[2:3], targets[2:3])[name]
+            torch.testing.assert_close(every[name][2], alone)
+
+    def test_sensitivity_is_the_brute_force_jacobian(self, make):
+        task, inputs, targets = make()
+        batch = inputs[:2], targets[:2]
+        jacobian = torch.autograd.functional.jacobian(lambda x: tuple(task.gradients(x, batch[1]).values()), batch[0])
+        got = task.sensitivity(*batch, directions=None)
+        for value, exact in zip(got.values(), jacobian, strict=True):
+            torch.testing.assert_close(value, exact.flatten(value.ndim).square().sum(-1), rtol=1e-10, atol=1e-20)
+
+    def test_shapes_that_do_not_fit_are_refused(self, make):
+        task, inputs, targets = make()
+        with pytest.raises(InputError, match="got 3 labels for 4 inputs"):
+            task.gradients(inputs[:4], targets[:3])
+        with pytest.raises(InputError, match="mine: needs a task with one class per input, got (one for|no classes)"):
+            task.single_classes("mine")
+
+
+def test_class_numbers_and_probabilities_of_positions():
+    task, inputs, labels = per_position()
+    assert task.positions == (5,)
+    assert task.classifier is None
+    soft = F.one_hot(labels[:4], 3).movedim(-1, 1).double()
+    hard = task.gradients(inputs[:4], labels[:4])["first.weight"]
+    torch.testing.assert_close(hard, task.gradients(inputs[:4], soft)["first.weight"])
+    assert task.classes_of(task.predict(inputs)).shape == labels.shape
+    with pytest.raises(InputError, match=r"labels must be int64 of shape \[4, 5\], got torch.int64 of shape \[4\]"):
+        task.gradients(inputs[:4], labels[:4, 0])
+    with pytest.raises(InputError, match=r"probabilities must have shape \[4, 3, 5\], got \[4, 3\]"):
+        task.gradients(inputs[:4], soft[..., 0])
+    drawn = task.random_labels(7, torch.Generator().manual_seed(0))
+    assert drawn.shape == (7, 5)
+    assert int(drawn.max()) == 2
+
+
+def test_a_loss_of_your_own_needs_no_classes_and_takes_any_finite_targets():
+    task, inputs, _ = regression()
+    assert repr(task) == "Task(Sequential, input_shape=(4,), classes=None, parameters=58)"
+    with pytest.raises(InputError, match="labels must be finite"):
+        task.gradients(inputs[:1], torch.tensor([[0.0, torch.nan]]).double())
+    with pytest.raises(InputError, match="cannot be drawn at random"):
+        task.random_labels(3, torch.Generator())
+    with pytest.raises(ParameterError, match="the cross-entropy loss needs classes, got None"):
+        gradveil.Task(task._model, input_shape=(4,), classes=None)
+    counts = gradveil.Task(task._model, lambda z, y: (z - y).square().mean(), input_shape=(4,), classes=None)
+    assert torch.isfinite(counts.gradients(inputs[:2], torch.tensor([[3, -1], [200, 7]]))["0.weight"]).all()
+
+
+def test_normalisation_follows_the_first_axis_of_an_input():
+    task, inputs, _ = regression()
+    shifted = gradveil.Task(
+        task._model, F.mse_loss, input_shape=(4,), classes=None, mean=[0.1, 0.2, 0.3, 0.4], std=[1.0, 2.0, 3.0, 4.0]
+    )
+    mean, std = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    torch.testing.assert_close(shifted.normalised(inputs), (inputs - mean) / std)
+    torch.testing.assert_close(shifted.denormalised(shifted.normalised(inputs)), inputs)
+    assert task.with_model(task.copy_model()).classes is None
+
+
+def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task, tiny_batch):
+    squared = gradveil.Task(tiny_task._model, F.mse_loss, input_shape=(1, 6, 6), classes=4)
+    with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
+        squared.gradients(tiny_batch[0], torch.rand(3).double())

@@ -86,12 +86,14 @@ class Task:
     are refused: their gradients are not a function of the data.
 
     Args:
-        model: any module that maps a batch ``[N, *input_shape]`` to logits ``[N, classes]``.
+        model: any module that maps a batch ``[N, *input_shape]`` to one tensor of outputs, for cross-entropy logits
+            ``[N, classes]``, or ``[N, classes, *positions]`` where every position of an input has a class.
         loss: ``"cross-entropy"``; ``"logistic"``: two classes told by one logit; or a function
-            ``(outputs, labels) -> scalar``, the mean over the batch.
+            ``(outputs, labels) -> scalar``, the mean over the batch, of labels of any shape with N first.
         input_shape: shape of one input, such as ``(3, 32, 32)``. Images are in [0, 1] everywhere in gradveil.
-        classes: number of classes.
-        mean, std: the model's normalisation per channel, applied to the [0, 1] images. Default: none.
+        classes: number of classes; None for a loss of your own whose labels are no classes.
+        mean, std: the model's normalisation, one value for each entry of the first axis of an input (an image's
+            channels), applied to inputs in the modality's range. Default: none.
         modality: what an input is.
 
     Example:
@@ -111,7 +113,7 @@ class Task:
         loss: str | Loss = "cross-entropy",
         *,
         input_shape: Sequence[int],
-        classes: int,
+        classes: int | None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         modality: Modality = IMAGE,
@@ -120,16 +122,18 @@ class Task:
         self.input_shape = tuple(
             checks.integer("Task", "every entry of input_shape", size, low=1) for size in input_shape
         )
-        self.classes = checks.integer("Task", "classes", classes, low=1)
+        self.classes = None if classes is None else checks.integer("Task", "classes", classes, low=1)
         if isinstance(loss, str):
             self._loss: Loss = LOSSES[checks.choice("Task", "loss", loss, LOSSES)]
         else:
             self._loss = loss
         # What an attacker who inverts the loss must know; None: a loss of the user's own.
         self.loss_name = next((name for name, known in LOSSES.items() if known is self._loss), None)
+        if self.loss_name and self.classes is None:
+            raise ParameterError(f"Task: the {self.loss_name} loss needs classes, got None; say how many there are")
         if self.loss_name == "logistic" and self.classes != 2:
             raise ParameterError(f"Task: the logistic loss tells 2 classes apart, got classes={self.classes}")
-        self._normalisation = _normalisation(mean, std, self.input_shape[0])
+        self._normalisation = _normalisation(mean, std, self.input_shape)
         _refuse_unusable(model)
 
         self._parameters: Gradients | None = None  # None: the live model's
@@ -151,7 +155,8 @@ class Task:
                 setattr(self._stateless.get_submodule(parent), attribute, _FrozenBatchNorm(module))
         self._stateless_names = {name for name, _ in _named_tensors(self._stateless)}
         self._evaluating = _share_tensors(model).eval()
-        self.classifier, self.activations = self._look_inside()
+        # Shape of what has a class of its own in an input, () for the input as a whole.
+        self.positions, self.classifier, self.activations = self._look_inside()
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -294,7 +299,7 @@ class Task:
         return self._call(self._stateless, parameters, self.buffers, inputs)
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of a batch as a pure function; labels are numbers ``[N]`` or probabilities ``[N, classes]``."""
+        """Mean loss of a batch as a pure function; see `check` for labels."""
         return self._loss(self.outputs(parameters, inputs), labels)
 
     def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
@@ -431,9 +436,14 @@ class Task:
             if len(own_inputs) < len(inputs):  # the gradient of a batch is the mean of those of its parts, by size
                 own_directions = own_directions * (len(own_inputs) / len(inputs))
 
+            # Labels that are no class numbers need a tangent, be it 0: torch's mse_loss fails without.
+            constants = (own_labels,) if labels.is_floating_point() else ()
+
             def response(direction: Tensor) -> Gradients:
                 tangent: Gradients = jvp(
-                    lambda x: self.gradient(parameters, x, own_labels), (own_inputs,), (direction,)
+                    lambda x, *y: self.gradient(parameters, x, *(y or (own_labels,))),
+                    (own_inputs, *constants),
+                    (direction, *map(torch.zeros_like, constants)),
                 )[1]
                 return tangent
 
@@ -472,8 +482,21 @@ class Task:
         return self._loss(outputs, labels)
 
     def classes_of(self, outputs: Tensor) -> Tensor:
-        """The class that each example's outputs name: the largest, or of a single logit its sign."""
+        """The class that outputs name, of each example or position: the largest, or of a single logit its sign."""
         return (outputs[:, 0] > 0).long() if self.loss_name == "logistic" else outputs.argmax(1)
+
+    def single_classes(self, owner: str) -> int:
+        """The number of classes, for an `owner` who needs one class per input; other tasks are refused."""
+        if self.classes is None or self.positions:
+            got = f"one for each of {list(self.positions)} positions" if self.positions else "no classes"
+            raise InputError(f"{owner}: needs a task with one class per input, got {got}")
+        return self.classes
+
+    def random_labels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Class numbers drawn at random, to try the task with."""
+        if self.classes is None:
+            raise InputError("Task: labels of a task without classes cannot be drawn at random")
+        return torch.randint(self.classes, (count, *self.positions), generator=generator, device=self.device)
 
     @torch.no_grad()
     def updated_buffers(self, inputs: Tensor) -> Gradients:
@@ -487,27 +510,43 @@ class Task:
         return {name: value for name, value in buffers.items() if name in statistics}
 
     def check(self, inputs: Tensor, labels: Tensor) -> None:
-        """Raise `InputError` unless inputs and labels fit the task and each other."""
+        """Raise `InputError` unless inputs and labels fit the task and each other.
+
+        Labels are class numbers ``[N, *positions]`` (int64) or probabilities ``[N, classes, *positions]``; a loss of
+        the user's own may have other positions, and labels of any kind where the task has no classes.
+        """
         self._check_inputs(inputs)
         if not isinstance(labels, Tensor):
             raise InputError(f"Task: labels must be a tensor, got {type(labels).__name__}")
-        if len(labels) != len(inputs):
-            raise InputError(f"Task: expected one label an input, got {len(labels)} labels for {len(inputs)} inputs")
+        if labels.ndim == 0 or len(labels) != len(inputs):
+            got = len(labels) if labels.ndim else "no"
+            raise InputError(f"Task: expected one label per input, got {got} labels for {len(inputs)} inputs")
+        self.check_labels("Task: labels", labels)
+
+    def check_labels(self, whose: str, labels: Tensor) -> None:
+        """Raise `InputError`, which begins with `whose`, unless labels fit the task, see `check`."""
+        count = len(labels)
+        if labels.is_floating_point() and not torch.isfinite(labels).all():
+            raise InputError(f"{whose} must be finite, got NaN or Inf; check the data")
+        if self.classes is None:
+            return
         if labels.is_floating_point():
-            if labels.shape != (len(inputs), self.classes):
+            wanted = (count, self.classes, *(self.positions if self.loss_name else labels.shape[2:]))
+            if labels.shape != wanted:
                 raise InputError(
-                    f"Task: label probabilities must have shape {(len(inputs), self.classes)}, "
-                    f"got {tuple(labels.shape)}; class numbers must be of an integer type"
+                    f"{whose} that are probabilities must have shape {list(wanted)}, got {list(labels.shape)}; class "
+                    "numbers must be of an integer type, and labels that are no classes need a task with classes=None"
                 )
             return
-        if labels.ndim != 1 or labels.dtype != torch.int64:
+        wanted = (count, *(self.positions if self.loss_name else labels.shape[1:]))
+        if labels.dtype != torch.int64 or labels.shape != wanted:
             raise InputError(
-                f"Task: labels must be int64 of shape [{len(inputs)}], got {labels.dtype} of shape {list(labels.shape)}"
+                f"{whose} must be int64 of shape {list(wanted)}, got {labels.dtype} of shape {list(labels.shape)}"
             )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
             raise InputError(
-                f"Task: labels must lie in 0 to {self.classes - 1} ({self.classes} classes), got {low} to {high}; "
+                f"{whose} must lie in 0 to {self.classes - 1} ({self.classes} classes), got {low} to {high}; "
                 "check classes= and the label encoding"
             )
 
@@ -577,7 +616,7 @@ class Task:
         return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]
 
     @torch.no_grad()
-    def _look_inside(self) -> tuple[Classifier | None, int]:
+    def _look_inside(self) -> tuple[tuple[int, ...], Classifier | None, int]:
         """Run the model: does it take the inputs, is it a function, where do its logits come from, how large is it?"""
         outputs: list[tuple[str, Tensor]] = []
 
@@ -597,17 +636,18 @@ class Task:
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise InputError(
                 f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
-                "check input_shape, or use larger images"
+                "check input_shape, or use larger inputs"
             ) from error
         finally:
             for handle in handles:
                 handle.remove()
         if not isinstance(logits, Tensor):
             raise InputError(f"Task: the model must return one tensor, got {type(logits).__name__}; wrap the model")
-        wanted = {"cross-entropy": (2, self.classes), "logistic": (2, 1)}.get(self.loss_name or "", logits.shape)
-        if tuple(logits.shape) != tuple(wanted):
+        wanted = 1 if self.loss_name == "logistic" else self.classes
+        positions = tuple(logits.shape[2:]) if self.loss_name == "cross-entropy" else ()
+        if self.loss_name and tuple(logits.shape) != (2, wanted, *positions):
             raise InputError(
-                f"Task: the model must return logits of shape [N, {wanted[1]}], got {list(logits.shape)} for N = 2; "
+                f"Task: the model must return logits of shape [N, {wanted}], got {list(logits.shape)} for N = 2; "
                 "check classes="
             )
         self._refuse_state(buffers, probe, logits)
@@ -616,10 +656,10 @@ class Task:
         classifier = None
         for name, output in outputs:
             module = leaves[name]
-            if isinstance(module, nn.Linear) and output.shape == logits.shape and torch.equal(output, logits):
+            if isinstance(module, nn.Linear) and logits.ndim == 2 and torch.equal(output, logits):
                 bias = None if module.bias is None else first_names[id(module.bias)]
                 classifier = Classifier(first_names[id(module.weight)], bias)
-        return classifier, sum(output.numel() for _, output in outputs) // 2
+        return positions, classifier, sum(output.numel() for _, output in outputs) // 2
 
     def _probe(self) -> Tensor:
         return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
@@ -672,17 +712,19 @@ class _SmoothReLU(nn.Module):
 
 
 def _normalisation(
-    mean: Sequence[float] | None, std: Sequence[float] | None, channels: int
+    mean: Sequence[float] | None, std: Sequence[float] | None, input_shape: Sequence[int]
 ) -> tuple[Tensor, Tensor] | None:
     if mean is None and std is None:
         return None
+    channels = input_shape[0] if input_shape else 0
     if mean is None or std is None or len(mean) != channels or len(std) != channels:
         raise ParameterError(
-            f"Task: mean and std must both have one value a channel ({channels}), got mean={mean}, std={std}"
+            f"Task: mean and std must both have one value per channel ({channels}), got mean={mean}, std={std}"
         )
     if min(std) <= 0:
         raise ParameterError(f"Task: every std must be above 0, got {std}")
-    return torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+    shape = [-1] + [1] * (len(input_shape) - 1)
+    return torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
 
 
 def _refuse_unusable(model: nn.Module) -> None:

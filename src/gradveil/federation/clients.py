@@ -371,7 +371,7 @@ class _Program:
     def __call__(
         self, weights: Gradients, images: Tensor, labels: Tensor, *, rows_of_weights: bool = False
     ) -> Gradients:
-        clients, length = labels.shape
+        clients, length = labels.shape[:2]
         missing = 0 if self._shape is None else self._shape[0] - clients
         if self._shape is None or self._compiled is None or length != self._shape[1] or not 0 <= missing <= clients:
             return _detached(self._function(weights, images, labels), clients)
