@@ -513,3 +513,64 @@ def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task,
     squared = gradveil.Task(tiny_task._model, F.mse_loss, input_shape=(1, 6, 6), classes=4)
     with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
         squared.gradients(tiny_batch[0], torch.rand(3).double())
+
+
+DEVICES = [
+    "cpu",
+    *(["cuda"] if torch.cuda.is_available() else []),
+    *(["mps"] if torch.backends.mps.is_available() else []),
+]
+
+
+def everything(task, inputs, labels):
+    """Whatever a task computes, by name."""
+    return {
+        "gradients": task.gradients(inputs, labels),
+        "sensitivity": task.sensitivity(inputs[:2], labels[:2], directions=None),
+        "smoothed": task.smoothed(5.0).gradients(inputs, labels),
+        "buffers": task.updated_buffers(inputs),
+        "statistics": task.statistics(task.parameters, inputs),
+        "predictions": {"": task.predict(inputs)},
+        "representation": {"": task.representation(task.parameters, inputs)},
+        "denormalised": {"": task.denormalised(task.normalised(inputs))},
+        "model": dict(task.copy_model().named_parameters()),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_task_computes_the_same_on_every_device(device):
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2])
+    moved = task.to(device)
+    assert (moved.device.type, moved.dtype) == (device, torch.float32)
+    expected, got = everything(task, inputs, labels), everything(moved, inputs.to(device), labels.to(device))
+    for what, values in expected.items():
+        for name, value in values.items():
+            assert got[what][name].device.type == device, (what, name)
+            torch.testing.assert_close(got[what][name].cpu(), value, rtol=1e-3, atol=1e-4)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_everything_a_task_holds_goes_to_another_device():
+    """Tensors of the meta device have no values and compute with nothing that is elsewhere."""
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2]).to("meta")
+    assert task.device.type == "meta"
+    gradients = task.gradient(task.parameters, inputs.to("meta"), labels.to("meta"))
+    assert {name: value.shape for name, value in gradients.items()} == {n: v.shape for n, v in model.named_parameters()}
+    assert {value.device.type for value in (*gradients.values(), *task.buffers.values())} == {"meta"}
+    assert task.denormalised(inputs.to("meta")).device.type == "meta"
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_precision_and_device_can_be_named_in_either_way(tiny_task):
+    for moved in (
+        tiny_task.to(torch.float32),
+        tiny_task.to("cpu", torch.float32),
+        tiny_task.to(torch.device("cpu")).to(dtype=torch.float32),
+        tiny_task.to(device="cpu", dtype=torch.float32),
+    ):
+        assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
+    assert tiny_task.to("cpu").dtype == tiny_task.dtype == torch.float64
+    counted = gradveil.Task(with_batch_norm()[0], input_shape=(1, 6, 6), classes=4).to(torch.float64)
+    assert counted.buffers["1.num_batches_tracked"].dtype == torch.int64

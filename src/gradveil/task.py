@@ -245,12 +245,28 @@ class Task:
         mean, std = (value.to(values) for value in self._normalisation)
         return values * std + mean
 
-    def to(self, dtype: torch.dtype) -> "Task":
-        """The same task with weights and buffers in another precision; the live model is not touched."""
-        return self.with_parameters(
-            {name: value.to(dtype) for name, value in self.parameters.items()},
-            {name: v.to(dtype) if v.is_floating_point() else v for name, v in self.buffers.items()},
-        )
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "Task":
+        """The same task elsewhere or in another precision; the live model is not touched.
+
+        Args:
+            device: where weights, buffers and normalisation go; a dtype in this place is taken for one.
+            dtype: of the weights and of those buffers that are floats.
+
+        >>> task = Task(nn.Linear(2, 2), input_shape=(2,), classes=2)
+        >>> task.to(torch.float64).dtype, task.to("cpu", torch.float64).dtype, task.to(device="meta").device
+        (torch.float64, torch.float64, device(type='meta'))
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+
+        def moved(values: Gradients) -> Gradients:
+            return {name: v.to(device, dtype if v.is_floating_point() else None) for name, v in values.items()}
+
+        other = self.with_parameters(moved(self.parameters), moved(self.buffers))
+        if self._normalisation is not None:
+            mean, std = self._normalisation
+            other._normalisation = mean.to(device), std.to(device)
+        return other
 
     @property
     def has_kinks(self) -> bool:
