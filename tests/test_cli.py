@@ -19,7 +19,7 @@ import gradveil
 from gradveil import data, models
 from gradveil.audit.store import resume_command
 from gradveil.cli import main
-from gradveil.federation.local import PUBLIC_SAMPLES
+from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
     "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"

@@ -36,7 +36,8 @@ from gradveil.federation import RoundRecord, Training, TrainingResult
 from gradveil.federation import train as run_training
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import json_digest, model_file_digest
-from gradveil.federation.local import check_settings, performance_maintenance
+from gradveil.federation.job import performance_maintenance
+from gradveil.federation.local import check_settings
 from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline

@@ -10,7 +10,7 @@ from gradveil.errors import ParameterError
 from gradveil.federation import Training
 from gradveil.federation.clients import Clients, choose_execution
 from gradveil.randomness import derived_generator
-from gradveil.update import compute_update
+from gradveil.update import ClientRound, compute_update
 
 SHAPE = (1, 12, 12)
 LOCAL = {
@@ -60,11 +60,28 @@ def randomness(client, purpose):
     return derived_generator(0, purpose, client)
 
 
+def asking(task, batches, local=None, memories=None):
+    """What each client is given."""
+
+    def ask(client):
+        inputs, targets = batches[client]
+        return ClientRound(
+            task=task,
+            inputs=inputs,
+            targets=targets,
+            generator=randomness(client, "share"),
+            memory=(memories or {}).get(client),
+            local=local,
+        )
+
+    return list(batches), ask
+
+
 def shared_by(execution, task, defense, batches, local, *, rounds=1, **options):
     """All updates of several rounds with the same batches, by the public path of each execution."""
     memories = {client: {} for client in batches}
     clients = Clients(task, defense, Training(clients=100, batch_size=6, local=local), execution, **options)
-    return [clients.share(task, batches, randomness, memories) for _ in range(rounds)]
+    return [clients.share(*asking(task, batches, local, memories)) for _ in range(rounds)]
 
 
 def assert_same(one, other):
@@ -102,7 +119,7 @@ def test_filling_up_needs_few_programs_and_changes_nothing():
     clients._batched._run = lambda weights, own, steps, length: (
         lengths.append(length) or run(weights, own, steps, length)
     )
-    batched = clients.share(task, batches, randomness, {})
+    batched = clients.share(*asking(task, batches))
     assert lengths == [1, 2, 4, 8]
     for client, (images, labels) in batches.items():
         for name, value in task.gradients(images, labels).items():
@@ -228,7 +245,7 @@ def test_the_same_calls_run_compiled_when_a_training_is_resumed(monkeypatch, loc
         compiled.clear()
         calls = []
         for batches in rounds:
-            clients.share(task, batches, randomness, {})
+            clients.share(*asking(task, batches, LOCAL[local]))
             calls.append(compiled.copy())
             compiled.clear()
         return calls

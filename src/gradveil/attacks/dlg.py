@@ -76,13 +76,13 @@ class DLG(Attack):
         start = torch.stack(  # victim by victim, so that each starts where it would alone
             [
                 torch.cat([torch.rand(pixels, **options), torch.randn(images * classes, **options)])
-                for _ in range(victims * self.restarts)
+                for _ in range(victims)
             ]
         )
         found = match(
             problem,
             start,
-            Search("lbfgs", self.iterations, restarts=self.restarts),
+            Search("lbfgs", self.iterations),
             layers=matched_layers(self.name, problem.updates, self.mute),
             distance=squared_distance,
             unit=squared_unit,
