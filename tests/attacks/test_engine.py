@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gradveil
 from gradveil import models
 from gradveil.attacks import engine
-from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
+from gradveil.attacks.engine import Objective, adam, lbfgs
 from gradveil.attacks.matching import squared_distance
 from gradveil.metrics import psnr
 
@@ -229,10 +229,6 @@ def test_an_interrupt_returns_the_best_so_far(targets, optimise):
     assert found.interrupted
     begun = Objective(quartic, targets, execution="batch")(start, torch.arange(5))[0]
     assert (found.losses < begun).all()
-
-
-def test_the_best_restart_has_the_lowest_loss():
-    assert best_restarts(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.7, 0.6]), 3).tolist() == [1, 3]
 
 
 def attack_objective(execution, dtype, victims=3):

@@ -13,6 +13,7 @@ from gradveil.attacks.adaptive import find_knowledge
 from gradveil.attacks.findings import Findings, Reconstruction
 from gradveil.attacks.labels import check_inferable, find_labels
 from gradveil.attacks.problem import Observed, Problem, Progress, observed_rounds
+from gradveil.attacks.restarts import best_of
 from gradveil.attacks.threat import ThreatModel
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import fresh_generator
@@ -33,6 +34,7 @@ class Attack(Method, ABC):
     server: ClassVar[str] = "passive"  # "active": the attack changes the model, see `modify`
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself and is given zeros
+    restarts: int = 1  # an attack that has a parameter of this name is run from so many starting points
 
     @abstractmethod
     def run(self, problem: Problem) -> Findings:
@@ -79,14 +81,18 @@ class Attack(Method, ABC):
         started = time.perf_counter()
         generator = generator or fresh_generator(task.device)
         problem = self.pose(task, updates, threat, generator, progress, execution)
-        found = self.run(problem)
-        if not isinstance(found, Reconstruction):
-            raise ThreatModelError(f"{self.name}: finds no inputs but a {type(found).__name__}; call run(problem)")
+        found = best_of(self.restarts, self._run, problem)
         inputs = found.inputs.to(task.dtype)
         if problem.knowledge and problem.knowledge.after:
             inputs = problem.knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
         seconds = time.perf_counter() - started
         return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=seconds)
+
+    def _run(self, problem: Problem) -> Reconstruction:
+        found = self.run(problem)
+        if not isinstance(found, Reconstruction):
+            raise ThreatModelError(f"{self.name}: finds no inputs but a {type(found).__name__}; call run(problem)")
+        return found
 
     def pose(
         self,

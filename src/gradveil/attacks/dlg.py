@@ -65,32 +65,33 @@ class DLG(Attack):
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
         task, images, victims = problem.task, problem.examples, problem.victims
+        classes = task.single_classes(self.name)
         pixels = images * math.prod(task.input_shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
-            logits = candidate[pixels:].view(images, task.classes)
+            logits = candidate[pixels:].view(images, classes)
             return candidate[:pixels].view(images, *task.input_shape), logits.softmax(1)
 
         options: dict[str, Any] = {"generator": problem.generator, "dtype": torch.float64, "device": task.device}
         start = torch.stack(  # victim by victim, so that each starts where it would alone
             [
-                torch.cat([torch.rand(pixels, **options), torch.randn(images * task.classes, **options)])
-                for _ in range(victims * self.restarts)
+                torch.cat([torch.rand(pixels, **options), torch.randn(images * classes, **options)])
+                for _ in range(victims)
             ]
         )
         found = match(
             problem,
             start,
-            Search("lbfgs", self.iterations, restarts=self.restarts),
+            Search("lbfgs", self.iterations),
             layers=matched_layers(self.name, problem.updates, self.mute),
             distance=squared_distance,
             unit=squared_unit,
             least_prior=LEAST_PRIOR,
             unpack=unpack,
         )
-        pixel_values, logits = torch.split(found.inputs, [pixels, images * task.classes], dim=1)
+        pixel_values, logits = torch.split(found.inputs, [pixels, images * classes], dim=1)
         return replace(
             found,
             inputs=pixel_values.reshape(victims, images, *task.input_shape),
-            labels=logits.reshape(victims, images, task.classes).argmax(2),
+            labels=logits.reshape(victims, images, classes).argmax(2),
         )

@@ -282,12 +282,6 @@ def lbfgs(
     )
 
 
-def best_restarts(losses: Tensor, restarts: int) -> Tensor:
-    """Of every `restarts` neighbouring victims, which are one victim's restarts, the place of the lowest loss."""
-    chosen = losses.view(-1, restarts).argmin(1)
-    return chosen + torch.arange(len(chosen), device=chosen.device) * restarts
-
-
 _Evaluations = Generator[Tensor, tuple[float, Tensor], None]
 
 

@@ -63,12 +63,12 @@ class IDLG(Attack):
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients."""
-        shape = (problem.victims * self.restarts, problem.examples, *problem.task.input_shape)
+        shape = (problem.victims, problem.examples, *problem.task.input_shape)
         start = torch.rand(shape, generator=problem.generator, dtype=torch.float64, device=problem.task.device)
         return match(
             problem,
             start,
-            Search("lbfgs", self.iterations, restarts=self.restarts),
+            Search("lbfgs", self.iterations),
             layers=matched_layers(self.name, problem.updates, self.mute),
             distance=squared_distance,
             unit=squared_unit,

@@ -101,10 +101,9 @@ class InvertingGradients(Attack):
             self.optimiser,
             self.iterations,
             lr=self.lr,
-            restarts=self.restarts,
             smoothing=SMOOTHING if smooth and task.has_kinks else (),
         )
-        shape = (problem.victims * self.restarts, problem.examples, *task.input_shape)
+        shape = (problem.victims, problem.examples, *task.input_shape)
         start = torch.rand(shape, generator=problem.generator, dtype=task.dtype, device=task.device)
         if smooth:
             start = 0.45 + 0.1 * start  # nearly grey: smooth like an image

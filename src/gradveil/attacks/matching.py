@@ -1,15 +1,14 @@
 """What the gradient-matching attacks share: a cost from a distance and a prior, and the way to its minimum."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
-from gradveil.attacks.findings import LossHistory, Reconstruction
+from gradveil.attacks.engine import Objective, adam, lbfgs
+from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.defenses.knowledge import Knowledge, Reading
 from gradveil.errors import ParameterError, ThreatModelError
@@ -42,19 +41,17 @@ class Search:
         iterations: steps, in each stage of the smoothing.
         lr: Adam's step size in image units.
         signed: Adam on the signs of the gradients.
-        restarts: independent starting points.
         smoothing: stages of ReLU smoothing, from smooth to sharp; empty: the model as it is. See `Task.smoothed`.
 
     Example:
-        >>> Search(optimiser="lbfgs", iterations=300).restarts
-        1
+        >>> Search(optimiser="lbfgs", iterations=300).signed
+        True
     """
 
     optimiser: str
     iterations: int
     lr: float = 0.02
     signed: bool = True
-    restarts: int = 1
     smoothing: Sequence[float] = ()
 
 
@@ -110,11 +107,11 @@ def match(
     least_prior: float = 0.0,
     unpack: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
 ) -> Reconstruction:
-    """Find candidates whose update is near the target, and that the prior likes; the best restart of each victim.
+    """Find candidates whose update is near the target, and that the prior likes.
 
     Args:
         problem: the updates in all their rounds, and what is known.
-        start: ``[victims * restarts, ...]``, a victim's restarts next to each other.
+        start: first candidates ``[victims, ...]``.
         search: how to look.
         layers: the parameters that are matched, see `matched_layers`.
         distance: between the simulated and the shared update of one victim.
@@ -123,13 +120,9 @@ def match(
         least_prior: weight of the total variation for someone who knows the defense, see `comparison`.
         unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
     """
-    labels, local = problem.labels, problem.threat.local
+    local = problem.threat.local
     precision = torch.float64 if search.optimiser == "lbfgs" else problem.task.dtype
-    repeated = [
-        {name: value.to(precision).repeat_interleave(search.restarts, 0) for name, value in updates.items()}
-        for _, updates in problem.rounds
-    ]
-    repeated_labels = _label_orders(labels, search.restarts) if local else labels.repeat_interleave(search.restarts, 0)
+    targets = [{name: value.to(precision) for name, value in updates.items()} for _, updates in problem.rounds]
     stages = search.smoothing or (None,)
     total = search.iterations * len(stages)
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
@@ -148,11 +141,11 @@ def match(
         )
         objective = Objective(
             _unpacked(compare, unpack),
-            repeated,
-            repeated_labels,
+            targets,
+            problem.labels,
             execution=execution,
             evaluations=search.iterations,
-            victim_bytes=len(repeated) * victim_bytes(tasks[0], problem.examples, local),
+            victim_bytes=len(targets) * victim_bytes(tasks[0], problem.examples, local),
         )
 
         def tell(done: int, _steps: int, left: float, before: int = number * search.iterations) -> None:
@@ -169,38 +162,16 @@ def match(
         first_loss = solution.history.start if first_loss is None else first_loss
         if solution.interrupted:
             break
-    best = best_restarts(solution.losses, search.restarts)
     assert first_loss is not None
     return Reconstruction(
-        inputs=candidates[best],
-        labels=repeated_labels[best],
-        loss=solution.losses[best],
-        iterations=taken[best.cpu()],
-        history=LossHistory(first_loss[best], solution.history.late[best], solution.losses.view(-1, search.restarts)),
+        inputs=candidates,
+        labels=problem.labels,
+        loss=solution.losses,
+        iterations=taken,
+        history=replace(solution.history, start=first_loss),
         execution=execution,
         interrupted=solution.interrupted,
     )
-
-
-def _label_orders(labels: Tensor, orders: int) -> Tensor:
-    """Each row in `orders` different orders, next to each other: with local steps it matters which image came when.
-
-    The orders are spread evenly over all permutations; the first is the given one.
-    """
-    images = labels.shape[1]
-    every = math.factorial(images)
-    picked = [_permutation(images, place * every // orders) for place in range(orders)]
-    return torch.stack([row[order] for row in labels for order in picked])
-
-
-def _permutation(count: int, number: int) -> list[int]:
-    """Permutation `number` of `count` things in lexical order."""
-    rest, order = list(range(count)), []
-    for left in range(count, 0, -1):
-        block = math.factorial(left - 1)
-        order.append(rest.pop(number // block % left))
-        number %= block
-    return order
 
 
 def _unpacked(

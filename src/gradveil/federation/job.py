@@ -98,7 +98,9 @@ class Job:
 
     def accuracy(self, task: Task, done: int) -> float | None:
         """On the test examples after `done` rounds, if that is a time to evaluate."""
-        return evaluate(task, self.dataset.test)[0] if self.training.evaluates_after(done) else None
+        if task.classes is None or not self.training.evaluates_after(done):
+            return None
+        return evaluate(task, self.dataset.test)[0]
 
     def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
         """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""
@@ -196,26 +198,34 @@ def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
 
 
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
-    """Accuracy in [0, 1] and the task's mean loss on a split."""
-    correct, total_loss = 0, 0.0
+    """Accuracy in [0, 1] (NaN for a task without classes) and the task's mean loss on a split.
+
+    Where every position of an input has a class, the accuracy is the share of positions that are right.
+    """
+    correct, judged, total_loss = 0, 0, 0.0
     for indices in torch.split(torch.arange(len(split)), 512):
-        images, labels = as_batch(task, split.batch(indices))
-        outputs = task.predict(images)
-        correct += int((task.classes_of(outputs) == labels).sum())
-        total_loss += float(task.loss_of(outputs, labels)) * len(indices)
-    return correct / len(split), total_loss / len(split)
+        inputs, targets = as_batch(task, split.batch(indices))
+        outputs = task.predict(inputs)
+        if task.classes is not None:
+            right = task.classes_of(outputs) == (targets.argmax(1) if targets.is_floating_point() else targets)
+            correct, judged = correct + int(right.sum()), judged + right.numel()
+        total_loss += float(task.loss_of(outputs, targets)) * len(indices)
+    return correct / judged if judged else math.nan, total_loss / len(split)
 
 
 def performance_maintenance(accuracy: float, baseline: float, test: Split) -> float | None:
-    """PMM, accuracy with defense / without; None when the undefended model is near chance and the ratio means nothing.
+    """PMM, accuracy with defense / without; None when there is none, or when it is near chance and means nothing.
 
     Near chance: less than a quarter of the way from always naming the commonest class to being always right.
     """
-    chance = float(test.targets.bincount().max()) / len(test)
+    if math.isnan(baseline):
+        return None
+    chance = float(test.targets.flatten().bincount().max()) / test.targets.numel()
     return None if baseline < chance + 0.25 * (1 - chance) else accuracy / baseline
 
 
 def as_batch(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Images and labels in the task's precision and on its device."""
-    images, labels = batch
-    return images.to(task.device, task.dtype), labels.to(task.device)
+    """Inputs and targets on the task's device, and in its precision unless they are class numbers."""
+    inputs, targets = batch
+    precision = task.dtype if targets.is_floating_point() else targets.dtype
+    return inputs.to(task.device, task.dtype), targets.to(task.device, precision)

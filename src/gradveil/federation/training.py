@@ -160,7 +160,7 @@ class TrainingResult:
 
     Args:
         task: the task at the trained weights.
-        accuracy: on the test images, in [0, 1].
+        accuracy: on the test images, in [0, 1]; NaN for a task without classes.
         loss: on the test images.
         round_seconds: mean time of a round after the first: gradients, defense, aggregation; not encoding, not
             evaluation.
