@@ -126,6 +126,36 @@ def test_filling_up_needs_few_programs_and_changes_nothing():
             torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-5, atol=1e-6)
 
 
+def soft(batches):
+    """The same labels as probabilities."""
+    return {client: (inputs, nn.functional.one_hot(labels, 4).float()) for client, (inputs, labels) in batches.items()}
+
+
+@pytest.mark.parametrize("local", LOCAL)
+def test_targets_that_are_no_class_numbers_are_batched_without_filling(local):
+    """Cross-entropy takes probabilities too, and none of them is one that it ignores."""
+    task, batches, none = task_of("mlp"), soft(batches_of(SIZES["unequal"])), gradveil.defense("none")
+    [batched] = shared_by("batch", task, none, batches, LOCAL[local])
+    [plain] = shared_by("loop", task, none, batches, LOCAL[local])
+    assert_same(plain.updates, batched.updates)
+    for client, (inputs, targets) in batches.items() if LOCAL[local] is None else ():
+        by_number = task.gradients(inputs, targets.argmax(1))
+        for name, value in by_number.items():
+            torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_one_class_number_per_example_is_no_need():
+    """A regression on two values per example, with a loss of its own."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+    task = gradveil.Task(model, lambda out, y: (out - y).square().mean(), input_shape=SHAPE, classes=2)
+    batches = {
+        client: (inputs, inputs[:, 0, 0, :2].contiguous()) for client, (inputs, _) in batches_of([6, 2, 5]).items()
+    }
+    none = gradveil.defense("none")
+    [batched], [plain] = (shared_by(how, task, none, batches, LOCAL["avg"]) for how in ("batch", "loop"))
+    assert_same(plain.updates, batched.updates)
+
+
 @pytest.mark.parametrize("spec", [s for s in gradveil.list_defenses() if gradveil.defense(s).gradient_only])
 @pytest.mark.parametrize("local", ["sgd", "avg"])
 @pytest.mark.parametrize("wrapped", ["", "+error-feedback", "+gaussian-noise:std=0.01"])
