@@ -319,7 +319,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                     place = checkpoints / slug(str(chosen))
                     options |= {"checkpoint": place, "resume": resume and (place / CHECKPOINT).exists()}
                     if resume and not options["resume"]:
-                        say(f"note: there is no checkpoint of the training under {chosen}; it begins with its first round")
+                        say(f"note: there is no checkpoint of the training under {chosen}; it begins with round 1")
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
