@@ -32,7 +32,7 @@ from gradveil.data import Dataset, Split
 from gradveil.errors import GradveilError
 from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
-from gradveil.federation.local import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.modality import IMAGE
 from gradveil.registry import parse_spec
 

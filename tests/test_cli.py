@@ -19,7 +19,7 @@ import gradveil
 from gradveil import data, models
 from gradveil.audit.store import resume_command
 from gradveil.cli import main
-from gradveil.federation.local import PUBLIC_SAMPLES
+from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
     "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"
@@ -442,7 +442,7 @@ def test_a_training_stopped_before_its_first_checkpoint_goes_on_as_it_was_asked(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("gradveil.cli.run_training", interrupted)
+        patched.setattr("gradveil.federation.engines.train", interrupted)
         assert gradveil_command(*SHORT, "--seed", 7, "--out", folder)[0] == 130
     code, _, err = gradveil_command("train", "--resume", "--out", folder, "--seed", 8)
     assert code == 2

@@ -30,7 +30,7 @@ from gradveil import cli, wire
 from gradveil.core.tensors import Tensors
 from gradveil.defenses import DEFENSES
 from gradveil.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
-from gradveil.federation import Training, flower, train
+from gradveil.federation import ENGINES, Training, flower, train
 from gradveil.federation.flower import GradveilStrategy, defense_mod, mod, simulation, strategy
 from gradveil.federation.flower.arrays import moved_arrays
 from gradveil.federation.flower.messages import bytes_record
@@ -1348,11 +1348,17 @@ def batch_norm() -> tuple[torch.nn.Module, ...]:
 )
 def test_flower_trains_what_the_local_engine_trains(two_blobs, monkeypatch, spec, layers, changes):
     monkeypatch.setattr(simulation, "run_on_ray", in_process)
-    training, seen = dataclasses.replace(FIVE, **changes), []
+    training, seen, done = dataclasses.replace(FIVE, **changes), [], []
     here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training)
-    there = flower.simulate(
-        task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training, watch=seen.append
+    there = ENGINES.create("flower").train(
+        task_for(two_blobs, *layers),
+        two_blobs,
+        gradveil.defense(spec),
+        training,
+        watch=seen.append,
+        progress=lambda *figures: done.append(figures),
     )
+    assert done == [(number + 1, training.rounds) for number in range(training.rounds)]
     assert_same(there.task.parameters, here.task.parameters, atol=1e-12, rtol=1e-9)
     assert_same(there.task.buffers, here.task.buffers, atol=1e-12, rtol=1e-9)
     assert there.upload_bytes == pytest.approx(here.upload_bytes, rel=0.01, abs=100)

@@ -26,7 +26,7 @@ from gradveil.attacks.problem import Progress
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, ParameterError
-from gradveil.federation.local import as_batch
+from gradveil.federation.job import as_batch
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 from gradveil.task import Task

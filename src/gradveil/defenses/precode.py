@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import DEFENSES, Batch, Prepared, StepDefense
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.errors import InputError
 from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
+from gradveil.task.model import watched
 from gradveil.update import ClientRound, LocalSteps
 
 
@@ -85,8 +86,8 @@ class Precode(StepDefense):
                 "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_its_noise)
             }
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
-            return Reading(
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
+            return Evidence(
                 update, {n: torch.full_like(v, not f".{n}".startswith(f".{behind}.")) for n, v in update.items()}
             )
 
@@ -167,14 +168,12 @@ class VariationalTask(Task):
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck values."""
-        moments: list[Tensor] = []
-        encoder = self._stateless.get_submodule(f"{self.place}.encoder")
-        handle = encoder.register_forward_hook(lambda _module, _args, output: moments.append(output))
-        try:
+        moments: dict[str, Tensor] = {}
+        encoder = f"{self.place}.encoder"
+        modules = {encoder: self._functional.stateless.get_submodule(encoder)}
+        with watched(modules, moments.__setitem__, outputs=True):
             loss = super().loss(parameters, inputs, labels)
-        finally:
-            handle.remove()
-        return loss + self.beta * divergence(moments[-1])
+        return loss + self.beta * divergence(moments[encoder])
 
 
 def divergence(moments: Tensor) -> Tensor:

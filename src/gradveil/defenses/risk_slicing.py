@@ -13,7 +13,7 @@ from gradveil.compensation import ASPECT, compensate
 from gradveil.core.parameters import flag, integer, number, state
 from gradveil.core.tensors import Tensors
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared, check_result, checked_gradients, meta_of
-from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
@@ -151,7 +151,7 @@ class RiskSlicing(Defense):
             noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
             return {"prior": noise, "compensate": compensated}
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             squares = {name: (expected[name] - value).square() for name, value in update.items()}
             misfits = torch.stack(
                 [
@@ -160,7 +160,7 @@ class RiskSlicing(Defense):
                 ]
             )
             worst = misfits.argsort(descending=True)[: self.noisy_slices]
-            return Reading(
+            return Evidence(
                 update,
                 {
                     name: (slice_of[name].unsqueeze(-1) != worst).all(-1).to(value.dtype)

@@ -10,7 +10,7 @@ from torch.func import jvp, vjp, vmap
 
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import DEFENSES, StepDefense
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
@@ -82,12 +82,12 @@ class Soteria(StepDefense):
         """
         weight, several = self._pruned_layer(task), steps_of(local, batch_size) > 1
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
             weights = {name: torch.ones_like(value) for name, value in update.items()}
             if weight in update:
                 kept = (update[weight] != 0).any(0) & (not several)
                 weights[weight] = kept.to(update[weight].dtype).expand_as(update[weight])
-            return Reading(update, weights)
+            return Evidence(update, weights)
 
         if several:
             return {"mute": Knowledge("leaves the classifier's weight out", read=read)}

@@ -4,18 +4,17 @@ import dataclasses
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from statistics import fmean
 
-import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MessageType, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-from torch import Tensor
 
 from gradveil import checks
-from gradveil.data import Dataset, Split
+from gradveil.core.timing import clock
+from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.errors import GradveilError, InputError, NotFiniteError
 from gradveil.federation.faults import NOT_FINITE
@@ -24,56 +23,31 @@ from gradveil.federation.flower.context import memory
 from gradveil.federation.flower.messages import Instructions, announced, announcement, reply
 from gradveil.federation.flower.on_ray import run_on_ray
 from gradveil.federation.flower.strategy import GradveilStrategy
-from gradveil.federation.local import (
-    after_warming_up,
-    as_batch,
-    choose_clients,
-    deal,
-    draw,
-    evaluate,
-    has_grown,
-    mean_or_nan,
-    privacy_spent,
-    split_public,
-    training_loss,
-)
+from gradveil.federation.job import Job, training_loss
 from gradveil.federation.optimiser import ServerOptimiser
-from gradveil.federation.training import RoundRecord, Training, TrainingResult
-from gradveil.randomness import derived_generator
+from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.task import Task
-
-
-@dataclass(frozen=True)
-class _Job:
-    """What a simulated client needs; the weights come with each message."""
-
-    task: Task
-    train: Split
-    shares: Sequence[Tensor]
-    defense: Defense
-    training: Training
 
 
 class _SameRounds(FedAvg):
     """The local engine's server: the same clients in each round, and its optimiser's steps on the weighted mean."""
 
-    def __init__(self, training: Training, parameters: Mapping[str, Tensor], statistics: Collection[str]) -> None:
+    def __init__(self, job: Job) -> None:
         super().__init__()
-        self.training, self.statistics = training, statistics
+        self.job = job
         self.number = 0  # of the round at work, as the local engine counts
         self.elapsed = 0.0  # seconds of the last one
         self.rounds_of: Counter[int] = Counter()
-        self._optimiser = ServerOptimiser(training, parameters)
+        self._optimiser = ServerOptimiser(job.training, job.task.parameters)
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Ask the clients that the local engine would ask."""
-        self.number, self._started, self._arrays = server_round - 1, time.perf_counter(), arrays
-        training = self.training
-        while len(nodes := sorted(grid.get_node_ids())) < training.clients:
+        self.number, self._started, self._arrays = server_round - 1, clock(self.job.task.device), arrays
+        while len(nodes := sorted(grid.get_node_ids())) < self.job.training.clients:
             time.sleep(0.05)  # they register while the server starts
-        chosen = choose_clients(training, self.number)
+        chosen = choose_clients(self.job.training, self.number)
         self.rounds_of.update(chosen)
         return [
             Message(
@@ -91,12 +65,12 @@ class _SameRounds(FedAvg):
         mean, metrics = super().aggregate_train(server_round, replies)
         if mean is None:
             return None, metrics
-        start = split_arrays(self._arrays, self.statistics)
+        start = split_arrays(self._arrays, self.job.statistics)
         averaged = mean.to_torch_state_dict()
         moved = {name: averaged[name] for name in start.statistics}
         update = {name: value - averaged[name] for name, value in start.parameters.items()}
         moved |= self._optimiser.step(start.parameters, update, self.number)
-        self.elapsed = time.perf_counter() - self._started
+        self.elapsed = clock(self.job.task.device) - self._started
         return ArrayRecord({name: moved[name] for name in self._arrays}), metrics
 
     def configure_evaluate(
@@ -113,6 +87,7 @@ def simulate(
     training: Training,
     *,
     actors: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
     watch: Callable[[RoundRecord], None] | None = None,
 ) -> TrainingResult:
     """The training of `gradveil.federation.train` on Flower's simulation: one simulated node a client, on Ray.
@@ -132,63 +107,53 @@ def simulate(
         defense: as for the local engine.
         training: as for the local engine.
         actors: processes that work for the clients, one CPU each; None: Flower's default, two CPUs each.
+        progress: called with (rounds done, rounds in all).
         watch: called with what was measured of each round; all of its time counts as that of the gradients.
     """
     if actors is not None:
         checks.integer("simulate", "actors", actors, low=1)
     if task.device.type != "cpu":
         raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
-    seed = training.seed
-    public, private = split_public(dataset.train, seed)
-    shares = deal(dataset.train, private, training)
-    known = as_batch(task, dataset.train.batch(public))
-    defense, task = defense.prepare(task, public=known, generator=derived_generator(seed, "prepare"))
-    statistics = list(task.updated_buffers(known[0][:2]))
-    rounds = _SameRounds(training, task.parameters, statistics)
+    job = Job.prepare(task, dataset, defense, training)
+    rounds = _SameRounds(job)
     # The server's steps have a rate of their own.
-    strategy = GradveilStrategy(rounds, defense, lr=1.0, statistics=statistics)
-    last = ArrayRecord({**task.parameters, **{name: task.buffers[name] for name in statistics}})
+    strategy = GradveilStrategy(rounds, job.defense, lr=1.0, statistics=job.statistics)
+    last = ArrayRecord({**job.task.parameters, **{name: job.task.buffers[name] for name in job.statistics}})
     records: list[RoundRecord] = []
-    history: list[tuple[int, float]] = []
     diverged: int | None = None
     uploaded = 0  # replies accepted in the rounds before
     stopped = threading.Event()
-
-    def at(arrays: ArrayRecord) -> Task:
-        return _task_at(task, arrays)
 
     def look(done: int, arrays: ArrayRecord) -> None:
         nonlocal last, uploaded
         for fault in strategy.faults:
             if fault.round == done and fault.kind != NOT_FINITE:  # a simulated client has no other reason to fail
                 raise InputError(f"flower: {fault}")
-        before, last = at(last), arrays
+        before, last = _task_at(job.task, last), arrays
         if not done:
             return
         uploads, uploaded = strategy.uploads[uploaded:], len(strategy.uploads)
         if not uploads:
             raise NotFiniteError("flower: no client's gradients are finite")
-        batches = draw(before, dataset.train, shares, training, done - 1)
-        accuracy = None
-        if training.evaluate_every and done % training.evaluate_every == 0 and done < training.rounds:
-            accuracy = evaluate(at(arrays), dataset.test)[0]
-            history.append((done, accuracy))
+        batches = job.draw(before, done - 1)
         records.append(
             RoundRecord(
                 round=done - 1,
                 clients=len(uploads),
                 loss=training_loss(before, batches),
-                accuracy=accuracy,
+                accuracy=job.accuracy(_task_at(job.task, arrays), done),
                 gradient_seconds=rounds.elapsed,
                 defense_seconds=0.0,
                 aggregation_seconds=0.0,
-                upload_bytes=mean_or_nan(uploads),
-                download_bytes=mean_or_nan(strategy.downloads[-len(batches) :]),
+                upload_bytes=fmean(uploads),
+                download_bytes=fmean(strategy.downloads[-len(batches) :]),
             )
         )
         if watch:
             watch(records[-1])
-        if has_grown([record.loss for record in records], task.classes):
+        if progress:
+            progress(done, training.rounds)
+        if job.has_diverged(records):
             raise NotFiniteError("flower: the loss has grown beyond hope")
 
     server = ServerApp()
@@ -203,24 +168,14 @@ def simulate(
             diverged = rounds.number
 
     try:
-        job = _Job(task, dataset.train, shares, defense, training)
         run_on_ray(job, _work, server, clients=training.clients, actors=actors)
     finally:
         stopped.set()
-    trained = at(last)
-    accuracy, loss = evaluate(trained, dataset.test)
-    history.append((len(records), accuracy))
-    return TrainingResult(
-        trained,
-        accuracy,
-        loss,
-        mean_or_nan(record.seconds for record in after_warming_up(records)),
-        mean_or_nan(strategy.uploads),
-        mean_or_nan(strategy.downloads),
-        history,
-        diverged,
-        privacy_spent(defense, training, [len(share) for share in shares], rounds.rounds_of),
+    return job.result(
+        _task_at(job.task, last),
         records,
+        rounds.rounds_of,
+        diverged=diverged,
         faults=[dataclasses.replace(fault, round=fault.round - 1) for fault in strategy.faults],
         execution="flower",
     )
@@ -243,7 +198,7 @@ def _give_up_when(stopped: threading.Event, grid: Grid) -> None:
     grid.pull_messages = pull_messages  # type: ignore[method-assign]
 
 
-def _work(job: _Job, message: Message, context: Context) -> Message:
+def _work(job: Job, message: Message, context: Context) -> Message:
     """What a client of the local engine does in a round; if it cannot, the reason."""
     try:
         return _answer(job, message, context)
@@ -252,23 +207,14 @@ def _work(job: _Job, message: Message, context: Context) -> Message:
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
-def _answer(job: _Job, message: Message, context: Context) -> Message:
-    training, instructions = job.training, Instructions.required(message)
+def _answer(job: Job, message: Message, context: Context) -> Message:
+    instructions, own = Instructions.required(message), memory(context)
     number = instructions.round - 1
     client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)
     current = _task_at(job.task, message.content.array_records["arrays"])
-    batch = draw(current, job.train, job.shares, training, number, client)[client]
-
-    def randomness(purpose: str) -> torch.Generator:
-        return derived_generator(training.seed, purpose, number, client)
-
-    own = memory(context)
+    batch = job.draw(current, number, client)[client]
     if instructions.announce:
-        published = job.defense.announce(
-            current, *batch, generator=randomness("announce"), memory=own, local=training.local
-        )
-        return announcement(message, published)
-    update = job.defense.share(
-        current, *batch, generator=randomness("share"), memory=own, announced=announced(message), local=training.local
-    )
-    return reply(message, update, job.defense)
+        elected = job.client_round(current, number, client, batch, "announce", memory=own)
+        return announcement(message, job.defense.make_announcement(elected))
+    given = job.client_round(current, number, client, batch, "share", memory=own, announced=announced(message))
+    return reply(message, job.defense.make_update(given), job.defense)

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.errors import InputError, ParameterError
+from gradveil.task.sensitivity import batch_parts, direction_bytes
 
 
 def autograd_gradients(model, inputs, labels):
@@ -22,7 +23,7 @@ def with_batch_norm():
 
 
 def test_gradients_equal_autograd(tiny_task, tiny_batch):
-    expected = autograd_gradients(tiny_task._model, *tiny_batch)
+    expected = autograd_gradients(tiny_task._functional.live, *tiny_batch)
     got = tiny_task.gradients(*tiny_batch)
     assert list(got) == list(expected)
     for name in expected:
@@ -122,9 +123,9 @@ def test_sensitivity_does_not_depend_on_the_memory_budget(batch_norm, generator)
     def estimate(budget):
         return task.sensitivity(inputs, labels, 7, generator=torch.Generator().manual_seed(3), memory_budget=budget)
 
-    assert len(task._parts(5, 1)) == (1 if batch_norm else 5)
+    assert len(batch_parts(task, 5, 1)) == (1 if batch_norm else 5)
     all_at_once = estimate(1 << 30)
-    for budget in (1, task._direction_bytes(3), 3 * task._direction_bytes(5)):
+    for budget in (1, direction_bytes(task, 3), 3 * direction_bytes(task, 5)):
         for name, value in estimate(budget).items():
             torch.testing.assert_close(value, all_at_once[name], rtol=1e-10, atol=1e-20)
 
@@ -137,10 +138,10 @@ def test_sensitivity_refuses_no_directions(tiny_task, tiny_batch):
 def test_the_task_follows_the_live_model(tiny_task, tiny_batch):
     before = tiny_task.gradients(*tiny_batch)
     with torch.no_grad():
-        for parameter in tiny_task._model.parameters():
+        for parameter in tiny_task._functional.live.parameters():
             parameter += 0.1
     after = tiny_task.gradients(*tiny_batch)
-    expected = autograd_gradients(tiny_task._model, *tiny_batch)
+    expected = autograd_gradients(tiny_task._functional.live, *tiny_batch)
     assert not torch.equal(before["3.weight"], after["3.weight"])
     torch.testing.assert_close(after["3.weight"], expected["3.weight"])
 
@@ -235,7 +236,7 @@ def test_a_custom_loss_and_soft_labels(tiny_task, tiny_batch):
     hard_gradients, soft_gradients = tiny_task.gradients(inputs, labels), tiny_task.gradients(inputs, soft)
     torch.testing.assert_close(hard_gradients["3.weight"], soft_gradients["3.weight"])
     squared = gradveil.Task(
-        tiny_task._model, lambda outputs, y: F.mse_loss(outputs, y), input_shape=(1, 6, 6), classes=4
+        tiny_task._functional.live, lambda outputs, y: F.mse_loss(outputs, y), input_shape=(1, 6, 6), classes=4
     )
     assert not torch.allclose(squared.gradients(inputs, soft)["3.weight"], soft_gradients["3.weight"])
 
@@ -340,7 +341,9 @@ def test_tied_weights_have_one_name_and_one_gradient():
     task = gradveil.Task(Tied(), input_shape=(1, 1, 3), classes=3)
     batch = torch.rand(2, 1, 1, 3), torch.tensor([0, 1])
     assert task.classifier == gradveil.task.Classifier("a.weight", "b.bias")
-    torch.testing.assert_close(task.gradients(*batch)["a.weight"], autograd_gradients(task._model, *batch)["a.weight"])
+    torch.testing.assert_close(
+        task.gradients(*batch)["a.weight"], autograd_gradients(task._functional.live, *batch)["a.weight"]
+    )
 
 
 def test_the_classifier_is_the_layer_that_makes_the_logits():
@@ -445,7 +448,9 @@ class TestOtherTargets:
         task, inputs, targets = make()
         batch = inputs[:4], targets[:4]
         got, every = task.gradients(*batch), task.per_example_gradients(*batch)
-        values = torch.autograd.grad(task.loss_of(task._model(batch[0]), batch[1]), list(task._model.parameters()))
+        values = torch.autograd.grad(
+            task.loss_of(task._functional.live(batch[0]), batch[1]), list(task._functional.live.parameters())
+        )
         for (name, value), expected in zip(got.items(), values, strict=True):
             torch.testing.assert_close(value, expected)
             torch.testing.assert_close(every[name].mean(0), expected)
@@ -493,15 +498,20 @@ def test_a_loss_of_your_own_needs_no_classes_and_takes_any_finite_targets():
     with pytest.raises(InputError, match="cannot be drawn at random"):
         task.random_labels(3, torch.Generator())
     with pytest.raises(ParameterError, match="the cross-entropy loss needs classes, got None"):
-        gradveil.Task(task._model, input_shape=(4,), classes=None)
-    counts = gradveil.Task(task._model, lambda z, y: (z - y).square().mean(), input_shape=(4,), classes=None)
+        gradveil.Task(task._functional.live, input_shape=(4,), classes=None)
+    counts = gradveil.Task(task._functional.live, lambda z, y: (z - y).square().mean(), input_shape=(4,), classes=None)
     assert torch.isfinite(counts.gradients(inputs[:2], torch.tensor([[3, -1], [200, 7]]))["0.weight"]).all()
 
 
 def test_normalisation_follows_the_first_axis_of_an_input():
     task, inputs, _ = regression()
     shifted = gradveil.Task(
-        task._model, F.mse_loss, input_shape=(4,), classes=None, mean=[0.1, 0.2, 0.3, 0.4], std=[1.0, 2.0, 3.0, 4.0]
+        task._functional.live,
+        F.mse_loss,
+        input_shape=(4,),
+        classes=None,
+        mean=[0.1, 0.2, 0.3, 0.4],
+        std=[1.0, 2.0, 3.0, 4.0],
     )
     mean, std = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
     torch.testing.assert_close(shifted.normalised(inputs), (inputs - mean) / std)
@@ -510,6 +520,69 @@ def test_normalisation_follows_the_first_axis_of_an_input():
 
 
 def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task, tiny_batch):
-    squared = gradveil.Task(tiny_task._model, F.mse_loss, input_shape=(1, 6, 6), classes=4)
+    squared = gradveil.Task(tiny_task._functional.live, F.mse_loss, input_shape=(1, 6, 6), classes=4)
     with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
         squared.gradients(tiny_batch[0], torch.rand(3).double())
+
+
+DEVICES = [
+    "cpu",
+    *(["cuda"] if torch.cuda.is_available() else []),
+    *(["mps"] if torch.backends.mps.is_available() else []),
+]
+
+
+def everything(task, inputs, labels):
+    """Whatever a task computes, by name."""
+    return {
+        "gradients": task.gradients(inputs, labels),
+        "sensitivity": task.sensitivity(inputs[:2], labels[:2], directions=None),
+        "smoothed": task.smoothed(5.0).gradients(inputs, labels),
+        "buffers": task.updated_buffers(inputs),
+        "statistics": task.statistics(task.parameters, inputs),
+        "predictions": {"": task.predict(inputs)},
+        "representation": {"": task.representation(task.parameters, inputs)},
+        "denormalised": {"": task.denormalised(task.normalised(inputs))},
+        "model": dict(task.copy_model().named_parameters()),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_task_computes_the_same_on_every_device(device):
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2])
+    moved = task.to(device)
+    assert (moved.device.type, moved.dtype) == (device, torch.float32)
+    expected, got = everything(task, inputs, labels), everything(moved, inputs.to(device), labels.to(device))
+    for what, values in expected.items():
+        for name, value in values.items():
+            assert got[what][name].device.type == device, (what, name)
+            torch.testing.assert_close(got[what][name].cpu(), value, rtol=1e-3, atol=1e-4)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_everything_a_task_holds_goes_to_another_device():
+    """Tensors of the meta device have no values and compute with nothing that is elsewhere."""
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2]).to("meta")
+    assert task.device.type == "meta"
+    gradients = task.gradient(task.parameters, inputs.to("meta"), labels.to("meta"))
+    assert {name: value.shape for name, value in gradients.items()} == {n: v.shape for n, v in model.named_parameters()}
+    assert {value.device.type for value in (*gradients.values(), *task.buffers.values())} == {"meta"}
+    assert task.denormalised(inputs.to("meta")).device.type == "meta"
+    with pytest.raises(InputError, match=r"on the device of the weights, meta, got cpu; move the inputs"):
+        task.gradients(inputs, labels)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_precision_and_device_can_be_named_in_either_way(tiny_task):
+    for moved in (
+        tiny_task.to(torch.float32),
+        tiny_task.to("cpu", torch.float32),
+        tiny_task.to(torch.device("cpu")).to(dtype=torch.float32),
+        tiny_task.to(device="cpu", dtype=torch.float32),
+    ):
+        assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
+    assert tiny_task.to("cpu").dtype == tiny_task.dtype == torch.float64
+    counted = gradveil.Task(with_batch_norm()[0], input_shape=(1, 6, 6), classes=4).to(torch.float64)
+    assert counted.buffers["1.num_batches_tracked"].dtype == torch.int64

@@ -1,30 +1,23 @@
 """A task: a model and a loss, seen as pure functions of weights, inputs and labels."""
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import grad, vmap
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import UninitializedParameter
 
 from gradveil import checks
 from gradveil.errors import InputError, ParameterError
 from gradveil.modality import IMAGE, Modality
 from gradveil.randomness import Randomness, source_of
+from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, watched
+from gradveil.task.sensitivity import MEMORY_BUDGET, chunk_size, squared_sensitivity
 
-Gradients = dict[str, Tensor]
 Loss = Callable[[Tensor, Tensor], Tensor]
-
-RELUS = (nn.ReLU, nn.LeakyReLU)
 
 
 def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
@@ -53,23 +46,6 @@ def differentiate_by_autograd(wanted: bool = True) -> Iterator[None]:
         yield
     finally:
         _by_autograd = before
-
-
-def sensitivity_error(directions: int | None) -> float:
-    """Relative standard error of each coordinate that `Task.sensitivity` estimates: (J v)^2 is chi-square.
-
-    >>> round(sensitivity_error(10), 3), sensitivity_error(None)
-    (0.447, 0.0)
-    """
-    return 0.0 if directions is None else math.sqrt(2 / directions)
-
-
-@dataclass(frozen=True)
-class Classifier:
-    """Names of the parameters of the last linear layer that computes the logits; `bias` is None if it has none."""
-
-    weight: str
-    bias: str | None
 
 
 class Task:
@@ -134,29 +110,21 @@ class Task:
         if self.loss_name == "logistic" and self.classes != 2:
             raise ParameterError(f"Task: the logistic loss tells 2 classes apart, got classes={self.classes}")
         self._normalisation = _normalisation(mean, std, self.input_shape)
-        _refuse_unusable(model)
-
         self._parameters: Gradients | None = None  # None: the live model's
         self._buffers: Gradients | None = None
-        # Three views on one set of live tensors: copying with the tensors in the memo copies the structure only.
-        self._model = model
-        self._tracking = _share_tensors(model)
-        self._stateless = _share_tensors(model)
-        self._batch_norms = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        ]
-        for name, module in model.named_modules():
-            if name in self._batch_norms:
-                _forget_running_statistics(self._stateless.get_submodule(name))
-            elif isinstance(module, _BatchNorm) and name:
-                parent, _, attribute = name.rpartition(".")
-                setattr(self._stateless.get_submodule(parent), attribute, _FrozenBatchNorm(module))
-        self._stateless_names = {name for name, _ in _named_tensors(self._stateless)}
-        self._evaluating = _share_tensors(model).eval()
+        self._functional = FunctionalModel(model)
+        inside = self._functional.look_inside(self.parameters, self.buffers, self.normalised(self._probe()))
+        wanted = 1 if self.loss_name == "logistic" else self.classes
+        shape = tuple(inside.outputs.shape)
         # Shape of what has a class of its own in an input, () for the input as a whole.
-        self.positions, self.classifier, self.activations = self._look_inside()
+        self.positions = shape[2:] if self.loss_name == "cross-entropy" else ()
+        if self.loss_name and shape != (2, wanted, *self.positions):
+            raise InputError(
+                f"Task: the model must return logits of shape [N, {wanted}], got {list(shape)} for N = 2; "
+                "check classes="
+            )
+        self.classifier: Classifier | None = inside.classifier
+        self.activations: int = inside.activations
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -165,14 +133,14 @@ class Task:
         """The trained weights by name, detached; the live model's unless the task was made by `with_parameters`."""
         if self._parameters is not None:
             return self._parameters
-        return {name: value.detach() for name, value in self._model.named_parameters() if value.requires_grad}
+        return {name: value.detach() for name, value in self._functional.live.named_parameters() if value.requires_grad}
 
     @property
     def buffers(self) -> Gradients:
         """All that is not trained, by name, detached: running statistics, constants, frozen parameters."""
         if self._buffers is not None:
             return self._buffers
-        return {name: value.detach() for name, value in _named_tensors(self._model) if not value.requires_grad}
+        return {name: value.detach() for name, value in named_tensors(self._functional.live) if not value.requires_grad}
 
     @property
     def size(self) -> int:
@@ -191,8 +159,8 @@ class Task:
 
     @property
     def has_batch_statistics(self) -> bool:
-        """Whether a batch norm works on the statistics of the batch, which ties the images of a batch together."""
-        return bool(self._batch_norms)
+        """Whether a batch norm works on the statistics of the batch, which ties the inputs of a batch together."""
+        return bool(self._functional.batch_norms)
 
     def with_parameters(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> "Task":
         """The same task at other weights; the live model is not touched."""
@@ -206,10 +174,10 @@ class Task:
 
     def copy_model(self) -> nn.Module:
         """A copy of the model at the task's weights, to build another model from."""
-        model = copy.deepcopy(self._model)
+        model = copy.deepcopy(self._functional.live)
         values = {**self.parameters, **self.buffers}
         with torch.no_grad():
-            for name, tensor in _named_tensors(model):
+            for name, tensor in named_tensors(model):
                 tensor.data = values[name].clone()  # not copy_: the task may be in another precision
         return model
 
@@ -245,19 +213,34 @@ class Task:
         mean, std = (value.to(values) for value in self._normalisation)
         return values * std + mean
 
-    def to(self, dtype: torch.dtype) -> "Task":
-        """The same task with weights and buffers in another precision; the live model is not touched."""
-        return self.with_parameters(
-            {name: value.to(dtype) for name, value in self.parameters.items()},
-            {name: v.to(dtype) if v.is_floating_point() else v for name, v in self.buffers.items()},
-        )
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "Task":
+        """The same task elsewhere or in another precision; the live model is not touched.
+
+        Args:
+            device: where weights, buffers and normalisation go; a dtype in this place is taken for one.
+            dtype: of the weights and of those buffers that are floats.
+
+        >>> task = Task(nn.Linear(2, 2), input_shape=(2,), classes=2)
+        >>> task.to(torch.float64).dtype, task.to("cpu", torch.float64).dtype, task.to(device="meta").device
+        (torch.float64, torch.float64, device(type='meta'))
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+
+        def moved(values: Gradients) -> Gradients:
+            return {name: v.to(device, dtype if v.is_floating_point() else None) for name, v in values.items()}
+
+        other = self.with_parameters(moved(self.parameters), moved(self.buffers))
+        if self._normalisation is not None:
+            mean, std = self._normalisation
+            other._normalisation = mean.to(device), std.to(device)
+        return other
 
     @property
     def has_kinks(self) -> bool:
         """Whether the model has ReLU modules, at whose kinks its gradients jump."""
-        return any(isinstance(module, RELUS) for module in self._stateless.modules())
+        return bool(self._functional.relus)
 
-    @torch.no_grad()
     def smoothed(self, sharpness: float) -> "Task":
         r"""The same task with the kink of every ReLU and LeakyReLU module rounded off.
 
@@ -268,35 +251,17 @@ class Task:
         has. At sharpness 5 it is a different network, at 100 nearly the same.
         """
         checks.number("Task.smoothed", "sharpness", sharpness, above=0)
-        squares: dict[str, list[Tensor]] = {
-            name: [] for name, module in self._stateless.named_modules() if isinstance(module, RELUS)
-        }
-        handles = [
-            self._stateless.get_submodule(name).register_forward_pre_hook(
-                lambda _module, args, seen=seen: seen.append(args[0].square().mean())
-            )
-            for name, seen in squares.items()
-        ]
-        try:
-            self._call(self._stateless, self.parameters, self.buffers, self._probe())
-        finally:
-            for handle in handles:
-                handle.remove()
         other = copy.copy(self)
-        other._stateless = _share_tensors(self._stateless)
-        for name, seen in squares.items():
-            relu = self._stateless.get_submodule(name)
-            typical = float(torch.stack(seen).mean().sqrt()) if seen else 1.0
-            slope = relu.negative_slope if isinstance(relu, nn.LeakyReLU) else 0.0
-            parent, _, attribute = name.rpartition(".")
-            setattr(other._stateless.get_submodule(parent), attribute, _SmoothReLU(sharpness / typical, slope))
+        other._functional = self._functional.smoothed(
+            sharpness, {**self.parameters, **self.buffers}, self.normalised(self._probe())
+        )
         return other
 
     # -- pure functions: no checks, safe under vmap, grad and jvp --------------------------------------------------
 
     def outputs(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """What the model computes while it trains, as a pure function (`predict` is what it answers when trained)."""
-        return self._call(self._stateless, parameters, self.buffers, inputs)
+        return self._call(self._functional.stateless, parameters, self.buffers, inputs)
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch as a pure function; see `check` for labels."""
@@ -317,15 +282,12 @@ class Task:
         """What the classifier is fed, ``[N, units]``, as a pure function; found by watching the model run."""
         if self.classifier is None:
             raise InputError("Task: the model has no linear classifier, so there is no representation before it")
-        weight = self._stateless.get_parameter(self.classifier.weight)
-        linears = [m for m in self._stateless.modules() if isinstance(m, nn.Linear) and m.weight is weight]
+        stateless = self._functional.stateless
+        weight = stateless.get_parameter(self.classifier.weight)
+        linears = {n: m for n, m in stateless.named_modules() if isinstance(m, nn.Linear) and m.weight is weight}
         fed: list[Tensor] = []
-        handles = [m.register_forward_pre_hook(lambda _module, args: fed.append(args[0])) for m in linears]
-        try:
-            self._call(self._stateless, parameters, self.buffers, inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with watched(linears, lambda _name, value: fed.append(value)):
+            self.outputs(parameters, inputs)
         return fed[-1]  # of layers that share a weight, the last to run makes the logits
 
     def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
@@ -334,21 +296,12 @@ class Task:
         The values of `updated_buffers` without its counts; batch norm with ``momentum=None`` is left out.
         """
         inputs_of: dict[str, Tensor] = {}
-
-        def watch(name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-            return lambda _module, args: inputs_of.update({name: args[0]})
-
-        handles = [
-            self._stateless.get_submodule(name).register_forward_pre_hook(watch(name)) for name in self._batch_norms
-        ]
-        try:
-            self._call(self._stateless, parameters, self.buffers, inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
+        norms = {name: self._functional.stateless.get_submodule(name) for name in self._functional.batch_norms}
+        with watched(norms, inputs_of.__setitem__):
+            self.outputs(parameters, inputs)
         buffers, result = self.buffers, {}
         for name, values in inputs_of.items():
-            momentum = getattr(self._model.get_submodule(name), "momentum", None)
+            momentum = getattr(self._functional.live.get_submodule(name), "momentum", None)
             if momentum is None or f"{name}.running_mean" not in buffers:
                 continue
             axes = [axis for axis in range(values.ndim) if axis != 1]
@@ -373,18 +326,18 @@ class Task:
             chunk: examples worked on at once; default: as many as fit in about 1 GiB.
         """
         self.check(inputs, labels)
-        if self._batch_norms:
+        if self.has_batch_statistics:
             raise InputError(
                 f"Task: per-example gradients do not exist with batch statistics (batch norm "
-                f"{self._batch_norms[0]!r} is in train mode); put the batch-norm modules in eval mode before making "
-                "the task, or use group norm"
+                f"{self._functional.batch_norms[0]!r} is in train mode); put the batch-norm modules in eval mode "
+                "before making the task, or use group norm"
             )
         parameters = self.parameters
 
         def one(example: Tensor, label: Tensor) -> Gradients:
             return self.gradient(parameters, example[None], label[None])
 
-        result: Gradients = vmap(one, chunk_size=chunk or self._chunk(1))(inputs, labels)
+        result: Gradients = vmap(one, chunk_size=chunk or chunk_size(self, 1))(inputs, labels)
         return result
 
     def sensitivity(
@@ -394,7 +347,7 @@ class Task:
         directions: int | None = 10,
         *,
         generator: Randomness | None = None,
-        memory_budget: int = 1 << 30,
+        memory_budget: int = MEMORY_BUDGET,
     ) -> Gradients:
         r"""Estimate how strongly each gradient coordinate reacts to the inputs, **squared**.
 
@@ -427,55 +380,13 @@ class Task:
         self.check(inputs, labels)
         if directions is not None:
             checks.integer("Task.sensitivity", "directions", directions, low=1)
-        source = source_of(generator)
-        parameters = self.parameters
-
-        def responses(drawn: Tensor, part: slice) -> Gradients:
-            # A copy: the tangent of a view, say a client's share of all images drawn, is as large as what it views.
-            own_inputs, own_labels, own_directions = inputs[part].clone(), labels[part], drawn[:, part]
-            if len(own_inputs) < len(inputs):  # the gradient of a batch is the mean of those of its parts, by size
-                own_directions = own_directions * (len(own_inputs) / len(inputs))
-
-            # Labels that are no class numbers need a tangent, be it 0: torch's mse_loss fails without.
-            constants = (own_labels,) if labels.is_floating_point() else ()
-
-            def response(direction: Tensor) -> Gradients:
-                tangent: Gradients = jvp(
-                    lambda x, *y: self.gradient(parameters, x, *(y or (own_labels,))),
-                    (own_inputs, *constants),
-                    (direction, *map(torch.zeros_like, constants)),
-                )[1]
-                return tangent
-
-            result: Gradients = vmap(response)(own_directions)
-            return result
-
-        parts = self._parts(len(inputs), memory_budget)
-        chunk = self._chunk(parts[0].stop, memory_budget)
-        count = inputs.numel() if directions is None else directions
-        total = {name: torch.zeros_like(value) for name, value in parameters.items()}
-        for start in range(0, count, chunk):
-            numbers = range(start, min(start + chunk, count))
-            drawn = torch.zeros(len(numbers), *inputs.shape, dtype=inputs.dtype, device=inputs.device)
-            for direction, number in zip(drawn, numbers, strict=True):
-                if directions is None:
-                    direction.view(-1)[number] = 1
-                else:
-                    # One by one: a large draw is not the same as several small ones, and the chunk must not matter.
-                    direction.copy_(source.normal(direction))
-            answer = responses(drawn, parts[0])
-            for part in parts[1:]:
-                for name, value in responses(drawn, part).items():
-                    answer[name] += value
-            for name, value in answer.items():
-                total[name] += value.square().sum(0)
-        return total if directions is None else {name: value / directions for name, value in total.items()}
+        return squared_sensitivity(self, inputs, labels, directions, source_of(generator), memory_budget)
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
         """Logits in evaluation mode: batch norm with its running statistics."""
         self._check_inputs(inputs)
-        return self._call(self._evaluating, self.parameters, self.buffers, inputs)
+        return self._call(self._functional.evaluating, self.parameters, self.buffers, inputs)
 
     def loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The mean loss of outputs that are there already."""
@@ -501,12 +412,12 @@ class Task:
     @torch.no_grad()
     def updated_buffers(self, inputs: Tensor) -> Gradients:
         """What training on `inputs` would make of the batch-norm statistics; empty for a model without them."""
-        if not self._batch_norms:
+        if not self.has_batch_statistics:
             return {}
         self._check_inputs(inputs)
         buffers = {name: value.clone() for name, value in self.buffers.items()}
-        self._call(self._tracking, self.parameters, buffers, inputs)
-        statistics = {name for name, _ in self._model.named_buffers()} - self._stateless_names
+        self._call(self._functional.tracking, self.parameters, buffers, inputs)
+        statistics = {name for name, _ in self._functional.live.named_buffers()} - self._functional.stateless_names
         return {name: value for name, value in buffers.items() if name in statistics}
 
     def check(self, inputs: Tensor, labels: Tensor) -> None:
@@ -552,35 +463,17 @@ class Task:
 
     def __repr__(self) -> str:
         return (
-            f"Task({type(self._model).__name__}, input_shape={self.input_shape}, classes={self.classes}, "
+            f"Task({type(self._functional.live).__name__}, input_shape={self.input_shape}, classes={self.classes}, "
             f"parameters={self.size:,})"
         )
 
     # -- inside -----------------------------------------------------------------------------------------------------
 
-    def _call(
-        self,
-        module: nn.Module,
-        parameters: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        inputs: Tensor,
-    ) -> Tensor:
-        inputs = self.normalised(inputs)
-        tensors = {**parameters, **buffers}
-        if module is self._stateless:  # it has forgotten the running statistics
-            tensors = {name: value for name, value in tensors.items() if name in self._stateless_names}
-        try:
-            # The fused attention kernels have neither forward-mode nor second derivatives.
-            with sdpa_kernel(SDPBackend.MATH):
-                output: Tensor = functional_call(module, tensors, (inputs,))
-        except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
-                raise
-            raise InputError(
-                f"Task: batch norm cannot take its statistics from a single value a channel ({error}); use a larger "
-                "batch (no remainder of 1), put batch norm in eval mode, or use group norm"
-            ) from error
-        return output
+    def _call(self, view: nn.Module, parameters: Mapping[str, Tensor], buffers: Gradients, inputs: Tensor) -> Tensor:
+        return self._functional(view, {**parameters, **buffers}, self.normalised(inputs))
+
+    def _probe(self) -> Tensor:
+        return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
 
     def _check_inputs(self, inputs: Tensor) -> None:
         if not isinstance(inputs, Tensor):
@@ -593,122 +486,15 @@ class Task:
         if inputs.dtype != self.dtype:
             raise InputError(
                 f"Task: inputs must have the type of the weights, {self.dtype}, got {inputs.dtype}; "
-                "convert the inputs (images as floats in [0, 1]) or the task with task.to(dtype)"
+                "convert the inputs, or the task with task.to(dtype)"
+            )
+        if inputs.device != self.device:
+            raise InputError(
+                f"Task: inputs must be on the device of the weights, {self.device}, got {inputs.device}; "
+                "move the inputs, or the task with task.to(device)"
             )
         if not torch.isfinite(inputs).all():
             raise InputError("Task: inputs must be finite, got NaN or Inf; check the data")
-
-    def _direction_bytes(self, batch: int) -> int:
-        # A direction keeps the tangents of activations and gradients. Measured peak, in units of both together:
-        # 1.9 on resnet18, 2.0 to 3.1 on lenet; 4 leaves room.
-        return 4 * (batch * self.activations + self.size) * self.dtype.itemsize
-
-    def _chunk(self, batch: int, memory_budget: int = 1 << 30) -> int:
-        """How many directions, or examples of a batch, fit in the budget together; at least one."""
-        return max(1, memory_budget // self._direction_bytes(batch))
-
-    def _parts(self, batch: int, memory_budget: int) -> list[slice]:
-        """The batch in parts of which one direction fits in the budget; batch statistics allow no parts."""
-        size = batch
-        if not self._batch_norms:
-            while size > 1 and self._direction_bytes(size) > memory_budget:
-                size = (size + 1) // 2
-        return [slice(first, min(first + size, batch)) for first in range(0, batch, size)]
-
-    @torch.no_grad()
-    def _look_inside(self) -> tuple[tuple[int, ...], Classifier | None, int]:
-        """Run the model: does it take the inputs, is it a function, where do its logits come from, how large is it?"""
-        outputs: list[tuple[str, Tensor]] = []
-
-        def watch(name: str) -> Callable[[nn.Module, object, object], None]:
-            def hook(_module: nn.Module, _args: object, output: object) -> None:
-                if isinstance(output, Tensor):
-                    outputs.append((name, output))
-
-            return hook
-
-        leaves = {n: m for n, m in self._stateless.named_modules() if not any(m.children())}
-        probe = self._probe()
-        buffers = {name: value.clone() for name, value in self.buffers.items()}
-        handles = [module.register_forward_hook(watch(name)) for name, module in leaves.items()]
-        try:
-            logits = self._call(self._stateless, self.parameters, buffers, probe)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise InputError(
-                f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
-                "check input_shape, or use larger inputs"
-            ) from error
-        finally:
-            for handle in handles:
-                handle.remove()
-        if not isinstance(logits, Tensor):
-            raise InputError(f"Task: the model must return one tensor, got {type(logits).__name__}; wrap the model")
-        wanted = 1 if self.loss_name == "logistic" else self.classes
-        positions = tuple(logits.shape[2:]) if self.loss_name == "cross-entropy" else ()
-        if self.loss_name and tuple(logits.shape) != (2, wanted, *positions):
-            raise InputError(
-                f"Task: the model must return logits of shape [N, {wanted}], got {list(logits.shape)} for N = 2; "
-                "check classes="
-            )
-        self._refuse_state(buffers, probe, logits)
-
-        first_names = {id(value): name for name, value in reversed(list(self._stateless.named_parameters()))}
-        classifier = None
-        for name, output in outputs:
-            module = leaves[name]
-            if isinstance(module, nn.Linear) and logits.ndim == 2 and torch.equal(output, logits):
-                bias = None if module.bias is None else first_names[id(module.bias)]
-                classifier = Classifier(first_names[id(module.weight)], bias)
-        return positions, classifier, sum(output.numel() for _, output in outputs) // 2
-
-    def _probe(self) -> Tensor:
-        return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
-
-    def _refuse_state(self, buffers: Gradients, probe: Tensor, logits: Tensor) -> None:
-        """Refuse a model that writes buffers while it computes, or that computes something else the second time."""
-        for name, value in self.buffers.items():
-            if name in self._stateless_names and not torch.equal(value, buffers[name]):
-                raise InputError(
-                    f"Task: the model writes its buffer {name!r} while it computes, so clients would see traces of "
-                    "each other; put that module in eval mode, or switch off its running statistics"
-                )
-        if not torch.equal(logits, self._call(self._stateless, self.parameters, self.buffers, probe)):
-            raise InputError(
-                "Task: the model gives other outputs for the same inputs, so gradients would not be a function of the "
-                "data; put what is random in it (such as dropout) in eval mode"
-            )
-
-
-class _FrozenBatchNorm(nn.Module):
-    """Batch norm by running statistics as the affine map it is: torch's own cannot be vmapped without a loop."""
-
-    def __init__(self, norm: _BatchNorm) -> None:
-        super().__init__()
-        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
-        self.running_mean: Tensor
-        self.running_var: Tensor
-        self.register_buffer("running_mean", norm.running_mean)
-        self.register_buffer("running_var", norm.running_var)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        shape = [1, -1] + [1] * (inputs.ndim - 2)
-        scale = (self.running_var + self.eps).rsqrt()
-        scale = scale if self.weight is None else scale * self.weight
-        shift = -self.running_mean * scale
-        shift = shift if self.bias is None else shift + self.bias
-        return inputs * scale.view(shape) + shift.view(shape)
-
-
-class _SmoothReLU(nn.Module):
-    """A (leaky) ReLU with its kink rounded off."""
-
-    def __init__(self, beta: float, slope: float) -> None:
-        super().__init__()
-        self.beta, self.slope = beta, slope
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        smooth = F.softplus(inputs, beta=self.beta)
-        return smooth if self.slope == 0 else self.slope * inputs + (1 - self.slope) * smooth
 
 
 def _normalisation(
@@ -725,33 +511,3 @@ def _normalisation(
         raise ParameterError(f"Task: every std must be above 0, got {std}")
     shape = [-1] + [1] * (len(input_shape) - 1)
     return torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
-
-
-def _refuse_unusable(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, UninitializedParameter):
-            raise InputError(f"Task: parameter {name!r} has no shape yet; run the model once before making the task")
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InputError("Task: the model has no parameters to train, so there is no gradient; check requires_grad")
-    for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
-            raise InputError(
-                f"Task: dropout {name!r} (p={module.p}) is active, so gradients would not be a function of the data; "
-                "put it in eval mode or set p=0 before making the task"
-            )
-
-
-def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
-def _share_tensors(model: nn.Module) -> nn.Module:
-    tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-
-
-def _forget_running_statistics(module: nn.Module) -> None:
-    forgotten = {"running_mean": None, "running_var": None, "num_batches_tracked": None, "track_running_stats": False}
-    for name, value in forgotten.items():
-        setattr(module, name, value)
