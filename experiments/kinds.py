@@ -3,8 +3,8 @@
 A kind takes a case (a flat JSON object, see run.py) and the `Session` it runs in, and returns what it measured.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -16,28 +16,18 @@ from torch import Tensor
 import gradveil
 from gradveil import data, metrics
 from gradveil.attacks import Attack, Reconstruction
-from gradveil.audit.cases import (
-    Batch,
-    Case,
-    Observation,
-    Victims,
-    attack_on,
-    build_task,
-    choose_victims,
-    observe,
-    prepare,
-)
+from gradveil.audit import cases
+from gradveil.audit.cases import Observation, Victims
 from gradveil.audit.store import slug
-from gradveil.data import Dataset, Split
-from gradveil.errors import GradveilError
 from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
-from gradveil.federation.job import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
 from gradveil.registry import parse_spec
 
 Row = dict[str, Any]
 METRICS = ("psnr", "ssim", "lpips", "mse", "noise_ratio")
+load = cache(data.load)
 
 
 @dataclass(frozen=True)
@@ -45,27 +35,16 @@ class Session:
     """What a case runs in.
 
     Args:
-        finished: rows by the name of their case.
         folder: where the results are.
         progress: called with (steps done, steps in all, seconds left).
     """
 
-    finished: Mapping[str, Row]
     folder: Path
     progress: Callable[[int, int, float], None] = lambda *_: None
 
-    def row(self, name: str) -> Row:
-        """The row of a case that has to be there before this one."""
-        if name not in self.finished:
-            raise GradveilError(f"this case needs the row of {name!r}; run that one first")
-        return self.finished[name]
-
     def checkpoints(self, case: Row) -> Path:
-        """Where the training of a case keeps its checkpoint until the row is written."""
+        """Where the trainings of a case keep their checkpoints until its row is written."""
         return self.folder / "checkpoints" / slug(case["name"])
-
-
-load = cache(data.load)
 
 
 @cache
@@ -74,32 +53,32 @@ def scorer() -> metrics.Scorer:
     return metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
 
 
-def dataset_of(case: Row) -> Dataset:
-    """The data set, of which `train_examples` may name the first; with the logistic loss, even from odd classes."""
+def dataset_of(case: Row) -> data.Dataset:
+    """The data set, of which `train_examples` may name the first; with the logistic loss, even and odd classes."""
     dataset = load(case["dataset"])
-    train, test = dataset.train, dataset.test
     if count := case.get("train_examples"):
-        train = Split(train.inputs[:count], train.targets[:count], train.modality)
-    if case.get("loss") != "logistic":
-        return Dataset(dataset.name, dataset.classes, dataset.source, train, test)
-    train, test = (Split(split.inputs, split.targets % 2, split.modality) for split in (train, test))
-    return Dataset(dataset.name, ("even", "odd"), dataset.source, train, test)
+        kept = replace(dataset.train, inputs=dataset.train.inputs[:count], targets=dataset.train.targets[:count])
+        dataset = replace(dataset, train=kept)
+    if case.get("loss") == "logistic":
+        train, test = (replace(split, targets=split.targets % 2) for split in (dataset.train, dataset.test))
+        dataset = replace(dataset, classes=("even", "odd"), train=train, test=test)
+    return dataset
 
 
 def build(case: Row) -> gradveil.Task:
     dataset = dataset_of(case)
     scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if key in case}
-    return build_task(dataset, case["model"], seed=case["seed"], loss=case.get("loss", "cross-entropy"), **scale)
+    return cases.build_task(dataset, case["model"], seed=case["seed"], loss=case.get("loss", "cross-entropy"), **scale)
 
 
-def public_of(case: Row, task: gradveil.Task) -> Batch:
+def public_of(case: Row, task: gradveil.Task) -> cases.Batch:
     split = dataset_of(case).train
     return as_batch(task, split.batch(split_public(split, case["seed"])[0]))
 
 
 def victims_of(case: Row) -> Victims:
     sizes = case["victims"], case.get("batch_size", 1)
-    return choose_victims(dataset_of(case).test, *sizes, clients=case.get("clients", 1), seed=case["seed"])
+    return cases.choose_victims(dataset_of(case).test, *sizes, clients=case.get("clients", 1), seed=case["seed"])
 
 
 def local_of(case: Row) -> gradveil.LocalSteps | None:
@@ -117,10 +96,11 @@ def attack_of(case: Row) -> Attack:
 def attacked(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
     """What is seen of the victims, and what the attack makes of it."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
-    stage = prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    optional = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
-    seen = observe(Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **optional))
-    found = attack_on(seen, progress=session.progress)
+    stage = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
+    given = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
+    known = cases.Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **given)
+    seen = cases.observe(known)
+    found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
         raise KeyboardInterrupt
     return seen, found
@@ -140,19 +120,13 @@ def figures(victims: Victims, found: Tensor, labels: Tensor, *, each: bool = Fal
     if each:
         tensors = [tensor.flatten(0, 1)[:, None] for tensor in tensors]
     scores = [scorer().score(x, y, label, guess, None) for x, y, guess, label in zip(*tensors, strict=True)]
-    result: Row = {name: [score[name] for score in scores] for name in METRICS}  # type: ignore[literal-required]
+    result: Row = {name: [score[name] for score in scores] for name in METRICS}
     return {**result, "labels_right": sum(score["label_correct"] for score in scores)}
-
-
-def attack(case: Row, session: Session) -> Row:
-    """Attack the victims' updates under a defense."""
-    return described(case, *attacked(case, session))
 
 
 def described(case: Row, seen: Observation, found: Reconstruction) -> Row:
     """The figures of an attack; where the defense changed the inputs, against those that were used as well."""
-    known, each = seen.case, case.get("each", False)
-    victims = known.victims
+    known, victims, each = seen.case, seen.case.victims, case.get("each", False)
     row = {"attack_spec": str(known.attack), **figures(victims, found.inputs, found.labels, each=each)}
     row |= {"loss": found.loss.tolist(), "execution": found.execution, "power": seen.power}
     used = [inputs for inputs in seen.trained_on if inputs is not None]
@@ -161,56 +135,42 @@ def described(case: Row, seen: Observation, found: Reconstruction) -> Row:
         row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
         row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, each=each)
     if known.adaptive:
-        row["form"] = form_of(known)
+        forms = known.stage.defense.adapt(known.stage.task, batch_size=victims.batch_size, local=known.local)
+        row["form"] = next(iter(forms), "expectation") if known.adaptive is True else known.adaptive
     return row
 
 
-def form_of(case: Case) -> str:
-    """By which form the attacker adapted."""
-    if isinstance(case.adaptive, str):
-        return case.adaptive
-    forms = case.stage.defense.adapt(case.stage.task, batch_size=case.victims.batch_size, local=case.local)
-    return next(iter(forms), "expectation")
+def attack(case: Row, session: Session) -> Row:
+    """Attack the victims' updates under a defense."""
+    return described(case, *attacked(case, session))
 
 
 def trained(case: Row, session: Session, part: str = "") -> TrainingResult:
     """A federated training, perhaps only a `part` of the case, that goes on from its checkpoint, if there is one."""
-    folder = session.checkpoints(case) / slug(part)
-    settings = {**case["training"], "local": local_of(case["training"]), "seed": case["seed"]}
+    folder, defense = session.checkpoints(case) / slug(part), gradveil.defense(case.get("trained_as", case["defense"]))
+    training = Training(**{**case["training"], "local": local_of(case["training"]), "seed": case["seed"]})
+    kept = {"checkpoint": folder, "resume": (folder / CHECKPOINT).exists()}
     return train(
-        build(case),
-        dataset_of(case),
-        gradveil.defense(case.get("trained_as", case["defense"])),
-        Training(**settings),
-        progress=lambda done, rounds: session.progress(done, rounds, float("nan")),
-        checkpoint=folder,
-        resume=(folder / CHECKPOINT).exists(),
+        build(case), dataset_of(case), defense, training, progress=lambda *at: session.progress(*at, 0), **kept
     )
 
 
 def training(case: Row, session: Session) -> Row:
-    """Train under a defense; against the row of the case `baseline`, how much of the accuracy is kept (PMM)."""
+    """Train under a defense; the accuracy is that of the last evaluation, or the mean of the last `averaged` ones."""
     result, dataset = trained(case, session), dataset_of(case)
-    privacy = None if result.privacy is None else str(result.privacy)
-    row = {
+    names = ("loss", "history", "execution", "round_seconds", "upload_bytes", "download_bytes", "diverged")
+    return {name: getattr(result, name) for name in names} | {
         "examples": [len(dataset.train), len(dataset.test)],
         "accuracy": fmean(accuracy for _, accuracy in result.history[-case.get("averaged", 1) :]),
         "losses": [record.loss for record in result.rounds],
         "defense_share": result.defense_seconds / result.round_seconds,
         "faults": result.fault_counts,
-        "privacy": privacy,
+        "privacy": None if result.privacy is None else str(result.privacy),
     }
-    names = ("loss", "history", "execution", "round_seconds", "upload_bytes", "download_bytes", "diverged")
-    row |= {name: getattr(result, name) for name in names}
-    if "baseline" in case:
-        own = case["baseline"] == case["name"]
-        row["baseline_accuracy"] = (row if own else session.row(case["baseline"]))["accuracy"]
-        row["pmm"] = performance_maintenance(row["accuracy"], row["baseline_accuracy"], dataset.test)
-    return row
 
 
-def blind(case: Row, session: Session) -> Row:
-    """What the mean input of the class scores, of all training examples or of the `public` ones: no update is needed."""
+def blind(case: Row, _session: Session) -> Row:
+    """What the mean input of the class scores, of all training examples or the `public` ones: no update is needed."""
     dataset, victims = dataset_of(case), victims_of(case)
     places = split_public(dataset.train, case["seed"])[0] if case.get("public") else slice(None)
     inputs, targets = dataset.train.inputs[places], dataset.train.targets[places]

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import gradveil
-from gradveil import models
 from gradveil.attacks import ATTACKS
 from gradveil.attacks.robbing_the_fed import RobbingTheFed
 from gradveil.core.parameters import number

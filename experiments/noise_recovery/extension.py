@@ -10,6 +10,7 @@ was made from, by the regularity of what the right one's gradient leaves of it.
 
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +28,14 @@ Values = Mapping[str, Tensor]
 def network_of(case: Row) -> tuple[gradveil.Task, Values]:
     """A network, and by layer which coordinates the server knows to be 0, numbered by their reason (-1: it does not).
 
-    With `silenced` units it is that of examples/flower, whose zeros an active server made; otherwise an mlp (or the same
-    network, of which 0 are silenced) and what public images leave at 0.
+    An mlp, or with `silenced` units the network of examples/flower, whose zeros an active server made. Where none is
+    silenced, it knows what public images leave at 0.
     """
-    if "silenced" not in case:
-        task = build({**case, "model": "mlp"})
-    else:
+    task = build({**case, "model": "mlp"})
+    if "silenced" in case:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Flatten(), nn.Linear(28 * 28, 64), nn.ReLU(), nn.Linear(64, 10))
-        task = recovery.silence(
-            gradveil.Task(model, input_shape=(1, 28, 28), classes=10), "1.bias", range(case["silenced"])
-        )
+        task = recovery.silence(task.with_model(model), "1.bias", range(case["silenced"]))
     if not case.get("silenced"):
         return task, recovery.known_zeros(task, load("mnist").train.batch(range(case["public"]))[0])
     zeros = {name: torch.full(value.shape, -1) for name, value in task.parameters.items()}
@@ -62,19 +60,10 @@ def furthest(ones: Values, others: Values) -> float:
     return max(float((ones[name].double() - others[name]).abs().max()) for name in others)
 
 
-def attack(
-    update: Values,
-    zeros: Values,
-    source: recovery.NoiseSource,
-    truth: Values,
-    errors: Values | None = None,
-    image: Tensor | None = None,
-    attempts: int = 1,
-) -> Row:
-    bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, errors)[0]
-    found = recovery.recover(
-        update, zeros, source, errors=errors, attempts=attempts, generator=derived_generator(0, "attack")
-    )
+def attack(update: Values, zeros: Values, source: Any, truth: Values, image: Any = None, **given: Any) -> Row:
+    """Take the noise of a source off an update; `given` are the errors and attempts of `recovery.recover`."""
+    bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, given.get("errors"))[0]
+    found = recovery.recover(update, zeros, source, generator=derived_generator(0, "attack"), **given)
     names = ("verified", "reason", "equations", "rank", "wrong_zeros")
     row: Row = {name: getattr(found, name) for name in names} | {
         "zeros": sum(int((groups >= 0).sum()) for groups in zeros.values()),
@@ -99,11 +88,8 @@ def on_gradveil(case: Row, _session: Session) -> Row:
     generator = derived_generator(case["seed"], "client") if case.get("draws") != "cryptographic" else None
     update = gradveil.defense(spec).share(task, *batch, generator=generator)
     name, given = parse_spec(spec)
-    source: recovery.NoiseSource = (
-        recovery.TorchLaplace(given["std"] / 2**0.5)
-        if name == "laplace-noise"
-        else recovery.TorchNormal(given["noise_multiplier"] / case["batch"] if name == "dp-sgd" else given["std"])
-    )
+    std = given["noise_multiplier"] / case["batch"] if name == "dp-sgd" else given["std"]
+    source = recovery.TorchLaplace(std / 2**0.5) if name == "laplace-noise" else recovery.TorchNormal(std)
     image = batch[0][0] if case["batch"] == 1 else None
     return attack(update, zeros, source, without_noise(spec, task, batch), image=image, attempts=8)
 
@@ -137,7 +123,7 @@ def opacus(case: Row, _session: Session) -> Row:
     after = {name: value.detach() for name, value in parameters.items()}
     change = {name: value - after[name] for name, value in task.parameters.items()}
     truth = {name: value * lr for name, value in clipped.items()}
-    return attack(change, zeros, recovery.TorchNormal(lr if adam else lr / 16), truth, spacing(after))
+    return attack(change, zeros, recovery.TorchNormal(lr if adam else lr / 16), truth, errors=spacing(after))
 
 
 def spacing(values: Values) -> dict[str, Tensor]:
@@ -172,7 +158,7 @@ def flower(case: Row, _session: Session) -> Row:
     errors = {name: weights[name] / 2 + noise[name] for name in change}
     norm = lr * float(torch.cat([value.flatten() for value in gradient.values()]).norm())
     truth = {name: -lr * value.double() * min(1, clip / norm) for name, value in gradient.items()}
-    return {**attack(change, zeros, recovery.NumpyNormal(std), truth, errors, batch[0][0]), "std": std}
+    return {**attack(change, zeros, recovery.NumpyNormal(std), truth, batch[0][0], errors=errors), "std": std}
 
 
 def numpy_laplace(case: Row, _session: Session) -> Row:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradveil
 from gradveil import metrics
-from gradveil.core.parameters import number
+from gradveil.core.parameters import integer
 from gradveil.defenses import DEFENSES
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
 from gradveil.randomness import derived_generator
@@ -24,14 +24,14 @@ from kinds import Row, Session, build, victims_of
 @DEFENSES.register("lying-publisher")
 @dataclass(frozen=True, repr=False)
 class LyingPublisher(AlignedDualPruning):
-    """Aligned dual pruning of which a share of the elected clients publish the locations of their smallest values."""
+    """Aligned dual pruning of which some of ten elected clients publish the locations of their smallest values."""
 
-    liars: float = number(0.1, low=0, high=1)
+    of_ten: int = integer(1, low=0, high=10)
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Any = None) -> Mapping[str, Tensor]:
         own = torch.cat([value.flatten() for value in gradients.values()])
         draw = derived_generator(0, "liar", float(own.double().sum()))  # the same whenever the round is run again
-        if float(torch.rand((), generator=draw)) < self.liars:
+        if float(torch.rand((), generator=draw)) < self.of_ten / 10:
             gradients = {name: 1 / (value.abs() + 1e-30) for name, value in gradients.items()}
         return super().publish(gradients)
 
@@ -40,9 +40,9 @@ def decoys(case: Row, _session: Session) -> Row:
     """Mean area under the curve over the victims, by layer."""
     task, victims, dropout = build(case), victims_of(case), gradveil.defense(case["defense"])
     areas: dict[str, list[float]] = {}
-    for number_ in range(len(victims)):
-        (batch,) = victims.batches(number_)
-        sent = dropout.share(task, *batch, generator=derived_generator(case["seed"], "share", number_))
+    for victim in range(len(victims)):
+        (batch,) = victims.batches(victim)
+        sent = dropout.share(task, *batch, generator=derived_generator(case["seed"], "share", victim))
         for name, gradient in task.gradients(*batch).items():
             layer = float((gradient / dropout.keep).square().mean().sqrt()) if dropout.scale == "layer" else 1.0
             spread = dropout.std * layer
@@ -67,6 +67,13 @@ def starvation(case: Row, _session: Session) -> Row:
         held = memory.get("residual/w", torch.zeros(1))
         energy.append((round_, float(held.square().sum() / base.square().sum()) or None))
     return {"starving": starving, "energy": energy, "cosine": float(torch.cosine_similarity(sent, wanted, 0))}
+
+
+def derive(row: Mapping[str, Any]) -> Row:
+    """How a training ended."""
+    if row["kind"] != "training":
+        return {}
+    return {"ended": f"diverged in round {row['diverged']}" if row["diverged"] else f"{row['percent_accuracy']:.1f} %"}
 
 
 KINDS = {"decoys": decoys, "starvation": starvation}

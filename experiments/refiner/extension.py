@@ -1,4 +1,4 @@
-"""How far refiner's gradient lies from the client's own, its ablation without element weights, and its blended start."""
+"""How far refiner's gradient lies from the client's own, refiner without element weights, and its blended start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,10 +57,9 @@ def blended_start(case: Row, session: Session) -> Row:
 
 def derive(row: Mapping[str, Any]) -> Row:
     """Whether the paper would call it private."""
-    try:
-        private = row["median_psnr"] < 15 and row["median_ssim"] < 0.5 and row["median_noise_ratio"] > 0.4
-    except KeyError:  # a training
+    if row["kind"] != "attack":
         return {}
+    private = row["median_psnr"] < 15 and row["median_ssim"] < 0.5 and row["median_noise_ratio"] > 0.4
     return {"private": "yes" if private else "no"}
 
 

@@ -8,6 +8,7 @@ a federation of 100 clients. compensation: of real aggregates, distance and cosi
 import math
 from collections.abc import Mapping
 from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from gradveil.randomness import derived_generator
 from gradveil.update import weighted_mean
 from kinds import Row, Session, attack, attacked, build, dataset_of, described, public_of, trained, victims_of
 
+Values = Mapping[str, Tensor]
+
 
 def tradeoff(case: Row, session: Session) -> Row:
     """What is recovered, U1, U2 and tr J_F at the first weights, and the loss after training."""
@@ -32,17 +35,10 @@ def tradeoff(case: Row, session: Session) -> Row:
     draws = derived_generator(case["seed"], "u2")
     use = theory.usefulness(stage.task, batches, stage.defense, draws=32, generator=draws)
     result = trained(case, session)
-    return {
-        **described(case, seen, found),
-        "defense": str(stage.defense),
-        "u1": use.u1,
-        "u2": use.u2,
-        "data_information": data_information(stage.task, batches, stage.defense, case["seed"]),
-        "train_loss": evaluate(result.task, dataset_of(case).train)[1],
-        "test_accuracy": result.accuracy,
-        "history": result.history,
-        "round_seconds": result.round_seconds,
-    }
+    row = described(case, seen, found) | {"defense": str(stage.defense), "u1": use.u1, "u2": use.u2}
+    row["data_information"] = data_information(stage.task, batches, stage.defense, case["seed"])
+    row |= {"train_loss": evaluate(result.task, dataset_of(case).train)[1], "test_accuracy": result.accuracy}
+    return row | {"history": result.history, "round_seconds": result.round_seconds}
 
 
 def batches_of(victims: Victims) -> list[Batch]:
@@ -96,34 +92,29 @@ def bound(case: Row, _session: Session) -> Row:
         seen = observe(Case(stage, attacker, smoothed, labels="known", seed=case["seed"]))
         guesses[spec] = attack_on(seen).inputs
     guesses["the image before smoothing"] = images
-    updates = [rounds[0][1] for rounds in seen.seen]
+    pairs = zip(before, (rounds[0][1] for rounds in seen.seen), strict=True)
     guesses["linearised Bayes from the image before smoothing"] = torch.stack(
-        [bayes(task, *batch, update, variance, tau) for batch, update in zip(before, updates, strict=True)]
+        [start + bayes(task, start, label, update, variance, tau**2) for (start, label), update in pairs]
     )
     errors = {name: (guess - smoothed.inputs).square().flatten(1).mean(1) for name, guess in guesses.items()}
-    return {
-        "tau": tau,
-        "std": defense.std,
-        "bound_mse": limit.mse,
-        "tau_squared_over_2": tau**2 / 2,
-        "mean_mse": {name: float(each.mean()) for name, each in errors.items()},
-        "standard_error": {name: float(each.std() / len(each) ** 0.5) for name, each in errors.items()},
-    }
+    row = {"tau": tau, "std": defense.std, "bound_mse": limit.mse, "tau_squared_over_2": tau**2 / 2}
+    row["mean_mse"] = {name: float(each.mean()) for name, each in errors.items()}
+    row["standard_error"] = {name: float(each.std() / len(each) ** 0.5) for name, each in errors.items()}
+    return row
 
 
-def bayes(
-    task: gradveil.Task, start: Tensor, label: Tensor, update: Mapping[str, Tensor], variance: float, tau: float
-) -> Tensor:
-    """The posterior mean of x = start + N(0, tau^2) if the gradient were linear around `start`."""
-    basis = torch.eye(start.numel(), dtype=start.dtype).view(-1, *start.shape)
+def bayes(task: gradveil.Task, start: Tensor, label: Tensor, update: Values, noise: float, prior: float) -> Tensor:
+    """The posterior mean of x - start, of variance `prior`, if the gradient were linear around `start`."""
+    basis = torch.eye(start.numel(), dtype=start.dtype)
 
     def response(direction: Tensor) -> Tensor:
-        return flat(torch.func.jvp(lambda x: task.gradient(task.parameters, x, label), (start,), (direction,))[1])
+        tangent = (direction.view_as(start),)
+        return flat(torch.func.jvp(lambda x: task.gradient(task.parameters, x, label), (start,), tangent)[1])
 
     jacobian = torch.func.vmap(response, chunk_size=98)(basis)  # [inputs, gradients]
     difference = flat(update) - flat(task.gradients(start, label))
-    precision = jacobian @ jacobian.T / variance + torch.eye(len(basis), dtype=start.dtype) / tau**2
-    return start + torch.linalg.solve(precision, jacobian @ difference / variance).view_as(start)
+    precision = jacobian @ jacobian.T / noise + basis / prior
+    return torch.linalg.solve(precision, jacobian @ difference / noise).view_as(start)
 
 
 def risk(case: Row, _session: Session) -> Row:
@@ -133,13 +124,9 @@ def risk(case: Row, _session: Session) -> Row:
     estimate = layer_risks(task, inputs, labels, generator=derived_generator(case["seed"], "risk"))
     exact = layer_risks(task, inputs, labels, directions=None)
     rankings = [sorted(risks, key=risks.__getitem__, reverse=True) for risks in (estimate, exact)]
-    return {
-        "same_ranking": rankings[0] == rankings[1],
-        "ranking": rankings[0],
-        "exact_ranking": rankings[1],
-        "exact": exact,
-        "largest_relative_error": max(abs(estimate[name] / exact[name] - 1) for name in exact),
-    }
+    row = {"same_ranking": rankings[0] == rankings[1], "ranking": rankings[0], "exact_ranking": rankings[1]}
+    error = max(abs(estimate[name] / exact[name] - 1) for name in exact)
+    return {**row, "exact": exact, "largest_relative_error": error}
 
 
 def slicing(case: Row, session: Session) -> Row:
@@ -155,9 +142,8 @@ def slicing(case: Row, session: Session) -> Row:
 def compensation(case: Row, _session: Session) -> Row:
     """Ten clients with 20 images of two classes each: what compensation makes of their mean."""
     task, train, seed = build(case), dataset_of(case).train, case["seed"]
-    defense, _ = gradveil.defense(case["defense"]).prepare(
-        task, public=public_of(case, task), generator=derived_generator(seed, "prepare")
-    )
+    generator = derived_generator(seed, "prepare")
+    defense, _ = gradveil.defense(case["defense"]).prepare(task, public=public_of(case, task), generator=generator)
     shares = partition(train.targets, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
     clean = [gradveil.defense("none").share(task, *train.batch(share[:20])) for share in shares]
     sent = [defense.perturb(update, generator=derived_generator(seed, n)) for n, update in enumerate(clean)]
@@ -174,8 +160,13 @@ def compensation(case: Row, _session: Session) -> Row:
     return {"clean_norm": norm, "energy_left": float(left), "distance": distance, "cosine": cosine, "paper": paper}
 
 
-def flat(update: Mapping[str, Tensor]) -> Tensor:
+def flat(update: Values) -> Tensor:
     return torch.cat([value.flatten() for value in update.values()]).double()
+
+
+def derive(row: Mapping[str, Any]) -> Row:
+    """PSNR by attack."""
+    return {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
 
 
 KINDS = {"tradeoff": tradeoff, "bound": bound, "risk": risk, "slicing": slicing, "compensation": compensation}
