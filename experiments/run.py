@@ -132,7 +132,8 @@ class Experiment:
             self.rows[case["name"]] = row
             shutil.rmtree(session.checkpoints(case), ignore_errors=True)
             left = (now - first) / number * (len(missing) - number)
-            told = [f"{key} {row[key]}" for key in ("accuracy", "psnr", "seconds") if key in row]
+            names = [name for name in ("accuracy", "median_psnr", "seconds") if name.removeprefix("median_") in row]
+            told = [f"{name} {View(row)[name]:.4g}" for name in names]
             print(f"  {', '.join(told)}; about {left / 60:.0f} min left", flush=True)
         return refused
 

@@ -45,12 +45,12 @@ def blended_start(case: Row, session: Session) -> Row:
     images, labels = dataset_of(case).test.batch(range(case["images"]))
     victims, noise = Victims(images[:, None], labels[:, None]), torch.rand(images.shape, generator=torch.manual_seed(0))
     lines = {"image": images, "start": torch.lerp(images, noise, 0.5)}
-    for blend in (0.0, 0.5):
+    for name, blend in (("from image", 0.0), ("from start", 0.5)):
         memory: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(case["seed"])
         gradveil.defense("refiner", blend=blend).share(build(case), images, labels, generator=generator, memory=memory)
-        lines[f"blend {blend:g}"] = memory["trained_on"]
-    shown = torch.cat([lines[name] for name in ("image", "blend 0.0", "start", "blend 0.5")], dim=2)
+        lines[name] = memory["trained_on"]
+    shown = torch.cat([lines[name] for name in ("image", "from image", "start", "from start")], dim=2)
     (session.folder / "blended_start.png").write_bytes(IMAGE.render(interpolate(shown, scale_factor=4)))
     return {name: figures(victims, found, labels) for name, found in lines.items()}
 
