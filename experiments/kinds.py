@@ -129,7 +129,8 @@ def described(case: Row, seen: Observation, found: Reconstruction) -> Row:
     known, victims, each = seen.case, seen.case.victims, case.get("each", False)
     row = {"attack_spec": str(known.attack), **figures(victims, found.inputs, found.labels, each=each)}
     row |= {"loss": found.loss.tolist(), "execution": found.execution, "power": seen.power}
-    used = [inputs for inputs in seen.trained_on if inputs is not None]
+    # With local steps, a defense notes the inputs of the last step only.
+    used = [] if known.local else [inputs for inputs in seen.trained_on if inputs is not None]
     if len(used) == len(victims):
         changed = Victims(torch.stack(used).float().cpu(), victims.targets, victims.clients)
         row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
