@@ -28,7 +28,7 @@ from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import CONFIG, Row, resume_command, slug
+from gradveil.audit.store import CONFIG, resume_command, slug
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -62,6 +62,7 @@ MODEL_FILE = "model_file_digest"
 CONFIG_DIGEST = "digest"
 NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
 
+Figures = dict[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -175,12 +176,13 @@ def audit(
         command = resume_command(folder, config.model if is_model_file(config.model) else None)
         say(f"stopped; finished rows are kept. Go on with: {command}")
         raise typer.Exit(INTERRUPTED) from None
-    page = report.write(folder)
-    verdict = report.verdict(folder)
+    finished = report.read(folder)
+    page = report.write(finished)
+    verdict = report.verdict(finished)
     for sentence in verdict:
         say(sentence)
     if as_json:
-        flags = [found.flag.name for found in report.raised_flags(folder)]
+        flags = [found.flag.name for found in report.raised_flags(finished)]
         out.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
@@ -497,9 +499,9 @@ def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> 
         )
 
 
-def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Row:
+def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Figures:
     """A training as JSON."""
-    figures: Row = {
+    figures: Figures = {
         field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "task"
     }
     figures["privacy"] = result.privacy and str(result.privacy)
@@ -511,7 +513,7 @@ def _described(spec: str, result: TrainingResult, results: dict[str, TrainingRes
     return {"defense": spec, **_finite(figures)}
 
 
-def _finite(figures: Row) -> Row:
+def _finite(figures: Figures) -> Figures:
     """JSON has no word for NaN and infinity."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
@@ -528,7 +530,7 @@ TRAINING_COLUMNS = (
 )
 
 
-def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> list[list[str]]:
+def _training_rows(results: dict[str, TrainingResult], described: list[Figures]) -> list[list[str]]:
     return [
         [
             spec,

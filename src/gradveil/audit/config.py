@@ -1,8 +1,6 @@
 """Everything an audit depends on, so that equal configs give equal rows."""
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +9,11 @@ from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
 from gradveil.audit.match import Price
-from gradveil.audit.store import command_line
+from gradveil.audit.rows import SETTINGS
+from gradveil.audit.store import LARGEST_CONFIG, command_line, read_file
 from gradveil.defenses import create as create_defense
-from gradveil.errors import DataError, ParameterError
+from gradveil.errors import ParameterError
+from gradveil.federation.digests import json_digest
 from gradveil.registry import format_spec, parse_spec
 
 DEFENSES = (
@@ -115,7 +115,7 @@ class AuditConfig:
     @property
     def digest(self) -> str:
         """Eight hex digits that differ between different configs."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+        return json_digest(self.to_json())[:8]
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
@@ -126,8 +126,8 @@ class AuditConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
         """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
-        kept = {name: value for name, value in fields.items() if name in schema.SETTINGS}
-        schema.check("config.json", kept, schema.SETTINGS)
+        kept = {name: value for name, value in fields.items() if name in SETTINGS}
+        schema.check("config.json", kept, SETTINGS)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
         }
@@ -160,12 +160,4 @@ def _refuse_equal_but_for_strength(specs: list[str]) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json holds; anything that is not one raises `DataError`."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON, got something else ({error}); choose another --out") from error
-    if not isinstance(fields, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; choose another --out")
-    return fields
+    return schema.parse(str(path), read_file(path, LARGEST_CONFIG), "choose another --out")

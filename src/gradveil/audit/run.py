@@ -21,17 +21,9 @@ from gradveil.attacks import create as create_attack
 from gradveil.audit.config import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
-from gradveil.audit.schema import DIGEST, sealed
-from gradveil.audit.store import (
-    BLIND_GUESS,
-    CONFIG,
-    MATCHES,
-    RESULTS,
-    UTILITY,
-    Row,
-    file_digest,
-    slug,
-)
+from gradveil.audit.rows import VERSION, MatchRow, ResultRow, UtilityRow
+from gradveil.audit.schema import DIGEST, Json, sealed
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, bytes_digest, slug
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
@@ -114,7 +106,7 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
         write_json(folder / CONFIG, now)
     else:
         _refuse_other_circumstances(folder, before, now)
-    bench.open_rows((before or now)[DIGEST])
+    bench.open_rows(before or now)
     pieces = list(bench.pieces())
     for done, piece in enumerate(pieces):
 
@@ -227,22 +219,26 @@ class _Bench:
         check_settings(self.task, self.dataset, map(create_defense, self.config.defenses), self._training)
         torch.set_num_threads(choose_threads(self.task.size))
         self.images, self.labels = self._choose_victims()
-        weights = data.find("lpips-alex")
-        if weights is None:
-            warnings.warn(
-                "LPIPS is left out (null): its weights are not here; get them with: gradveil data get lpips-alex",
-                stacklevel=3,
-            )
-        self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
-        self.blind, self.blind_psnr = self._guess_blindly()
+        self.modality = self.dataset.train.modality
+        self.scorer = metrics.Scorer(self.modality)
+        self.metrics = metrics.of(self.modality)
+        one = self.images[0, :1]
+        self.computed = {metric.name: metric.compute(one, one) is not None for metric in self.metrics}
+        for metric in self.metrics:
+            if not self.computed[metric.name]:
+                warnings.warn(
+                    f"{metric.title} is left out (null): its weights are not here; get them with: {metric.remedy}",
+                    stacklevel=3,
+                )
+        self.blind, self.blind_scores = self._guess_blindly()
         self.costs = Costs(self.task, self.dataset, self._training)
         self._stages: dict[tuple[str, str | None], _Stage] = {}
 
-    def open_rows(self, audit: str) -> None:
-        """Go on with the rows on disk; `audit` is the identity that new ones are written with."""
-        self.results, self.utility, self.matches = (
-            SealedLines(self.folder / name, audit) for name in (RESULTS, UTILITY, MATCHES)
-        )
+    def open_rows(self, described: Json) -> None:
+        """Go on with the rows on disk; `described` is what config.json holds."""
+        self.results = SealedLines(self.folder / RESULTS, ResultRow, described)
+        self.utility = SealedLines(self.folder / UTILITY, UtilityRow, described)
+        self.matches = SealedLines(self.folder / MATCHES, MatchRow, described)
 
     def _build_task(self) -> Task:
         name, parameters = parse_spec(self.config.model)
@@ -266,16 +262,18 @@ class _Bench:
         return images.view(*shape, *self.input_shape), labels.view(shape)
 
     def _guess_blindly(self) -> tuple[Tensor, Tensor]:
-        """The class means of the training images for each victim, and their PSNR ``[victims, images]``."""
+        """The blind guess for each victim, and its score by the primary metric ``[victims, images]``."""
         public = self.dataset.train
         guess = public.modality.blind(public.inputs, public.targets, self.labels.flatten(), len(self.dataset.classes))
-        psnr = metrics.psnr(self.images.flatten(0, 1), guess).view(self.labels.shape)
-        return guess.view_as(self.images), psnr
+        scores = metrics.METRICS.get(self.modality.primary).compute(self.images.flatten(0, 1), guess)
+        assert scores is not None  # the primary metric is always there
+        return guess.view_as(self.images), scores.view(self.images.shape[:2])
 
     def description(self) -> dict[str, object]:
         """What config.json holds: the config and the facts of this run."""
         return {
             "gradveil": gradveil.__version__,
+            "version": VERSION,
             "command": self.config.command,
             **self.config.to_json(),
             "adapted": [
@@ -285,28 +283,30 @@ class _Bench:
                 if True in self._knowledge(create_defense(spec), attack)
             ],
             "generic": [s for s in self.config.defenses if not create_defense(s).has_adaptive_attacker],
+            "caveats": {str(method): list(method.caveats) for method in self._methods() if method.caveats},
             "dataset_source": self.dataset.source,
             "data_digest": data_digest(self.dataset),
+            "modality": self.modality.name,
+            "metrics": self.computed,
             "input_shape": list(self.input_shape),
             "classes": list(self.dataset.classes),
             "parameters": self.task.size,
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(self.config.model),
             "victim_labels": self.labels.tolist(),
-            "lpips": self.scorer.lpips is not None,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         }
 
+    def _methods(self) -> list[Defense | Attack]:
+        return [*map(create_defense, self.config.defenses), *map(create_attack, self.config.attacks)]
+
     # -- the work ----------------------------------------------------------------------------------------------------
 
     def pieces(self) -> Iterator[_Piece]:
         """All pieces of work whose rows are not on disk yet, in their order."""
-        done = {
-            (row.get("defense_spec"), row.get("attack_spec"), row.get("adaptive"), row.get("victim"))
-            for row in self.results.rows
-        }
+        done = {row.key for row in self.results.rows}
         victims = range(self.config.victims)
         if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
             yield _Piece("blind guess", partial(self._score_blind_guess, done))
@@ -326,7 +326,7 @@ class _Bench:
                         if missing:
                             what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
                             yield _Piece(what, partial(self._attack, spec, attack, adaptive, chunk, missing))
-        trained = {row.get("defense_spec") for row in self.utility.rows}
+        trained = {row.defense_spec for row in self.utility.rows}
         for spec, chosen in defenses:
             if chosen not in trained:
                 yield _Piece(f"training under {create_defense(spec).name}", partial(self._train, spec))
@@ -362,7 +362,7 @@ class _Bench:
         """The defenses as they are attacked, by how they were asked for; None: left out, at no strength it fits."""
         if self.config.match is None:
             return {spec: spec for spec in self.config.defenses}
-        return {"none": "none", **{row["asked"]: row["found"] for row in self.matches.rows}}
+        return {"none": "none", **{row.asked: row.found for row in self.matches.rows}}
 
     def _match(self, spec: str, tell: Tell) -> None:
         assert self.config.match is not None
@@ -370,35 +370,33 @@ class _Bench:
         ended = match(create_defense(spec), price, self.costs.of(price.kind), tell)
         if ended.reason:
             warnings.warn(f"{ended.reason}; it is left out", stacklevel=2)
-        row = {
-            "asked": spec,
-            "found": ended.found and str(ended.found),
-            "kind": price.kind,
-            "target": price.target,
-            "tolerance": price.tolerance,
-            "cost": None if ended.cost is None else _finite(ended.cost),
-            "tries": ended.tries,
-            "reason": ended.reason,
-        }
+        row = MatchRow(
+            asked=spec,
+            found=None if ended.found is None else str(ended.found),
+            kind=price.kind,
+            target=price.target,
+            tolerance=price.tolerance,
+            cost=None if ended.cost is None else _finite(ended.cost),
+            tries=ended.tries,
+            reason=ended.reason,
+        )
         self.matches.append([row])
 
     # -- attacks -----------------------------------------------------------------------------------------------------
 
     def _score_blind_guess(self, done: set[tuple[Any, ...]], tell: Tell) -> None:
         self.results.append(
-            {
-                **self._row(
-                    None,
-                    None,
-                    victim,
-                    self.blind[victim],
-                    self.labels[victim],
-                    loss=None,
-                    iterations=0,
-                    seconds=0.0,
-                ),
-                "original_digest": file_digest(self._save_image("original", victim, self.images[victim])),
-            }
+            self._row(
+                None,
+                None,
+                victim,
+                self.blind[victim],
+                self.labels[victim],
+                loss=None,
+                iterations=0,
+                seconds=0.0,
+                original=self._save_image("original", victim, self.images[victim])[1],
+            )
             for victim in range(self.config.victims)
             if (None, BLIND_GUESS, False, victim) not in done
         )
@@ -543,48 +541,52 @@ class _Bench:
         bound: float | None = None,
         trained_on: Tensor | None = None,
         power: float | None = None,
-        course: Row | None = None,
-    ) -> Row:
-        guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_psnr[victim])
+        course: Json | None = None,
+        original: str | None = None,
+    ) -> ResultRow:
+        guess = (images.float().cpu(), self.labels[victim], labels.cpu(), self.blind_scores[victim])
         score = self.scorer.score(self.images[victim], *guess)
         against = None if trained_on is None else self.scorer.score(trained_on.float().cpu(), *guess)
         methods = [slug(str(defense)), slug(str(attack)), *(["adaptive"] if adaptive else [])]
-        image = self._save_image("-".join(methods) if attack else BLIND_GUESS, victim, images)
-        return {
-            "defense": defense.name if defense else None,
-            "defense_params": defense.parameters if defense else {},
-            "defense_spec": str(defense) if defense else None,
-            "attack": attack.name if attack else BLIND_GUESS,
-            "attack_params": attack.parameters if attack else {},
-            "attack_spec": str(attack) if attack else BLIND_GUESS,
-            "adaptive": adaptive,
-            "server": attack.server if attack else "passive",
-            "dataset": self.config.dataset,
-            "model": self.config.model,
-            "seed": self.config.seed,
-            "victim": victim,
-            "batch_size": self.config.batch_size,
-            "aggregated": self.config.aggregated,
-            **score,
-            "power": power,
-            "bound_mse": bound,
+        image, image_digest = self._save_image("-".join(methods) if attack else BLIND_GUESS, victim, images)
+        return ResultRow(
+            defense=defense.name if defense else None,
+            defense_params=defense.parameters if defense else {},
+            defense_spec=str(defense) if defense else None,
+            attack=attack.name if attack else BLIND_GUESS,
+            attack_params=attack.parameters if attack else {},
+            attack_spec=str(attack) if attack else BLIND_GUESS,
+            adaptive=adaptive,
+            server=attack.server if attack else "passive",
+            dataset=self.config.dataset,
+            model=self.config.model,
+            seed=self.config.seed,
+            victim=victim,
+            batch_size=self.config.batch_size,
+            aggregated=self.config.aggregated,
+            scores={metric.name: score[metric.name] for metric in self.metrics},
+            label_correct=score["label_correct"],
+            leaked=bool(score["leaked"]),
+            power=power,
+            bound_mse=bound,
             # Against the images the client truly used, where the defense changed them.
-            "trained_on": against and {metric: against[metric] for metric in ("mse", "psnr", "ssim", "lpips")},
-            "loss": None if loss is None else _finite(loss),
+            trained_on=against and {metric.name: against[metric.name] for metric in self.metrics if metric.compares},
+            loss=None if loss is None else _finite(loss),
             **(course or {"loss_start": None, "loss_late": None, "loss_restarts": None}),
-            "iterations": iterations,
-            "seconds": round(seconds, 3),
-            "image": image.relative_to(self.folder).as_posix(),
-            "image_digest": file_digest(image),
-            "original_digest": None,  # the blind guess has it
-        }
+            iterations=iterations,
+            seconds=round(seconds, 3),
+            image=image,
+            image_digest=image_digest,
+            original_digest=original,
+        )
 
-    def _save_image(self, stem: str, victim: int, images: Tensor) -> Path:
-        """Write a batch as one picture; returns the path."""
-        path = self.folder / "images" / f"{stem}-v{victim}.png"
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(self.task.modality.render(images))
-        return path
+    def _save_image(self, stem: str, victim: int, images: Tensor) -> tuple[str, str]:
+        """Write a batch as one picture; returns its path in the folder and its digest."""
+        path = f"images/{stem}-v{victim}.png"
+        content = self.modality.render(images)
+        (self.folder / path).parent.mkdir(exist_ok=True)
+        (self.folder / path).write_bytes(content)
+        return path, bytes_digest(content)
 
     @property
     def _training(self) -> Training:
@@ -604,31 +606,31 @@ class _Bench:
             return  # the match left it out
         defense = create_defense(chosen)
         result = train(self.task, self.dataset, defense, self._training, progress=tell)
-        undefended = [row["accuracy"] for row in self.utility.rows if row["defense_spec"] == "none"]
+        undefended = [row.accuracy for row in self.utility.rows if row.defense_spec == "none"]
         baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         self.utility.append(
             [
-                {
-                    "defense": defense.name,
-                    "defense_params": defense.parameters,
-                    "defense_spec": str(defense),
-                    "accuracy": result.accuracy,
-                    "baseline_accuracy": baseline,
-                    "pmm": performance_maintenance(result.accuracy, baseline, self.dataset.test),
-                    "loss": _finite(result.loss),
-                    "round_seconds": _finite(result.round_seconds),
-                    "upload_bytes": _finite(result.upload_bytes),
-                    "download_bytes": _finite(result.download_bytes),
-                    "history": [accuracy for _, accuracy in result.history],
-                    "diverged": result.diverged,
-                    "privacy": None if result.privacy is None else str(result.privacy),
-                    "epsilon": None if result.privacy is None else _finite(result.privacy.epsilon),
-                }
+                UtilityRow(
+                    defense=defense.name,
+                    defense_params=defense.parameters,
+                    defense_spec=str(defense),
+                    accuracy=result.accuracy,
+                    baseline_accuracy=baseline,
+                    pmm=performance_maintenance(result.accuracy, baseline, self.dataset.test),
+                    loss=_finite(result.loss),
+                    round_seconds=_finite(result.round_seconds),
+                    upload_bytes=_finite(result.upload_bytes),
+                    download_bytes=_finite(result.download_bytes),
+                    history=tuple(accuracy for _, accuracy in result.history),
+                    diverged=result.diverged,
+                    privacy=None if result.privacy is None else str(result.privacy),
+                    epsilon=None if result.privacy is None else _finite(result.privacy.epsilon),
+                )
             ]
         )
 
 
-def _course(found: Reconstruction, place: int, victims: int) -> Row | None:
+def _course(found: Reconstruction, place: int, victims: int) -> Json | None:
     """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
     if found.course is None:
         return None
@@ -636,7 +638,7 @@ def _course(found: Reconstruction, place: int, victims: int) -> Row | None:
     restarts = found.course.restarts.view(victims, -1, found.course.restarts.shape[-1])[place].mean(0).tolist()
     if not all(map(math.isfinite, [start, late, *restarts])):
         return None
-    return {"loss_start": start, "loss_late": late, "loss_restarts": restarts}
+    return {"loss_start": start, "loss_late": late, "loss_restarts": tuple(restarts)}
 
 
 def _trained_on(memory: dict[str, Tensor]) -> Tensor | None:

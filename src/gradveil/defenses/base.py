@@ -422,6 +422,10 @@ class ErrorFeedback(Defense):
     """
 
     paper = "Karimireddy et al., ICML 2019"
+    caveat = (
+        "attacked in a client's first round, before error feedback has sent anything that was held back; later rounds "
+        "send of it what the defense lets through."
+    )
     gradient_only = True
 
     def __init__(self, inner: Defense, decay: float = 1.0, clip: float | None = None) -> None:
@@ -429,7 +433,7 @@ class ErrorFeedback(Defense):
             raise ParameterError(
                 f"error-feedback: the inner defense must need only gradients, got {inner.name}, which needs data"
             )
-        self.inner = inner
+        self.inner, self.parts = inner, (inner,)
         self.decay = checks.number("error-feedback", "decay", decay, above=0, high=1)
         self.clip = None if clip is None else checks.number("error-feedback", "clip", clip, above=0)
         self.name = f"{inner.name}+error-feedback"  # type: ignore[misc]
@@ -589,6 +593,7 @@ class Chain(Defense):
     """
 
     paper = "-"
+    parts: tuple[Defense, ...]
 
     def __init__(self, *parts: Defense) -> None:
         if len(parts) < 2:

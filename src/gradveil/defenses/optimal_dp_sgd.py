@@ -56,6 +56,10 @@ class OptimalDpSgd(SensitivityNoise):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    caveat = (
+        "in spite of the name no differential privacy, so there is no (epsilon, delta): it clips coordinates, not "
+        "examples, and its noise depends on the data."
+    )
     strength = Strength("std", 1e-4, 10.0, log=True)
 
     clip: float = 1.0
