@@ -1,10 +1,13 @@
 """Audit folders from disk: labels, gaps, torn and broken files."""
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from gradveil.audit.rows import MethodId
+from gradveil import report
+from gradveil.audit.rows import VERSION, MethodId
 from gradveil.errors import DataError, GradveilError
 from gradveil.report.read import read
 
@@ -176,6 +179,62 @@ def test_a_wrong_config_is_refused(make_audit, key, value, message):
     (made.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
         read(made.folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "modality",
+            "smell",
+            r"'modality' must be among those that are registered here \(.*image.*\), got 'smell'; import",
+        ),
+        ("metrics", {"psnr": True, "smell": True}, r"'metrics' must be among .*psnr.* got 'smell'; import the package"),
+        ("metrics", {"ssim": True}, r"'metrics' must be metrics for image, psnr among them, got \['ssim'\]"),
+        ("metrics", {"psnr": False}, "'metrics' must be metrics for image, psnr among them"),
+        ("metrics", ["psnr"], "'metrics' must be an object of at most 1,000 entries, each true or false"),
+        ("caveats", {"top-j": ["it is new."]}, "'caveats' must be an object of defenses and attacks of this audit"),
+        ("caveats", {"none": ["\x1b[2J"]}, "'caveats' must be an object .* each a text of .* printable characters"),
+        ("victim_labels", [[1.5], [1], [1], [1]], "'victim_labels' must be labels below 10, the classes, got 1.5"),
+        ("victim_labels", [[[1]], [1], [1], [1]], "'victim_labels' must be labels below 10, the classes"),
+    ],
+)
+def test_what_the_report_is_to_believe_of_methods_and_metrics_is_checked(make_audit, key, value, message):
+    made = make_audit()
+    made.config[key] = value
+    with pytest.raises(DataError, match=message):
+        read(made.write())
+
+
+@pytest.mark.parametrize(("version", "got"), [(1, "1"), (99, "99"), ("2", "'2'"), (None, "'none'"), (True, "True")])
+def test_another_version_is_refused_by_its_number(make_audit, version, got):
+    made = make_audit()
+    made.config["version"] = version
+    if version is None:
+        del made.config["version"]  # as before there were versions
+    message = rf"config.json: expected an audit folder of version {VERSION}, got {got}; run the audit again"
+    with pytest.raises(DataError, match=message):
+        read(made.write())
+
+
+def test_everything_is_read_once(make_audit, monkeypatch):
+    folder = make_audit().write()
+    count: Counter[str] = Counter()
+    plain = Path.read_bytes
+
+    def counted(path):
+        if path.is_relative_to(folder):
+            count[path.name] += 1
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    audit = report.read(folder)
+    report.write(audit)
+    report.verdict(audit)
+    report.raised_flags(audit)
+    report.summary(audit)
+    assert set(count) >= {"config.json", "results.jsonl", "utility.jsonl", "match.jsonl", "original-v0.png"}
+    assert set(count.values()) == {1}
 
 
 @pytest.mark.parametrize("key", ["gradveil", "adapted", "seed", "digest"])
