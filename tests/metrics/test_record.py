@@ -114,9 +114,9 @@ def test_a_metric_from_outside_is_in_rows_page_and_csv(own_metrics, monkeypatch,
     assert float(blind.split(",")[place]) == pytest.approx(expected)
     # Without it the folder is still whole, but can be neither read nor gone on with.
     monkeypatch.undo()
-    with pytest.raises(DataError, match="'metrics' must be among .* got 'largest_error'; import the package that adds"):
+    with pytest.raises(DataError, match="unknown metric 'largest_error'; .* if a package of your own adds it, import"):
         report.read(tmp_path / "out")
-    with pytest.raises(DataError, match="'metrics' must be among"):
+    with pytest.raises(DataError, match="unknown metric 'largest_error'"):
         run(config, tmp_path / "out", resume=True)
 
 

@@ -24,7 +24,7 @@ from gradveil.audit.store import (
     read_file,
     read_lines,
 )
-from gradveil.errors import DataError, OutputError
+from gradveil.errors import DataError, OutputError, UnknownNameError
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
 from gradveil.registry import parse_spec
@@ -194,20 +194,16 @@ def _check_methods(config: Json) -> None:
 
 
 def _check_metrics(config: Json) -> None:
-    for key, known in (("modality", MODALITIES), ("metrics", METRICS)):
-        for name in [config[key]] if key == "modality" else config[key]:
-            if name not in known.names():
-                raise DataError(
-                    f"{CONFIG}: {key!r} must be among those that are registered here ({', '.join(known.names())}), got "
-                    f"{short(name)}; import the package that adds it first"
-                )
-    modality, shape = modality_of(config), config["input_shape"]
-    wrong = [metric.name for metric in metrics_of(config) if modality.name not in metric.modalities]
+    try:
+        modality, metrics = modality_of(config), metrics_of(config)
+    except UnknownNameError as error:
+        raise DataError(f"{CONFIG}: {error}; if a package of your own adds it, import that first") from error
+    wrong = any(modality.name not in metric.modalities for metric in metrics)
     if wrong or not config["metrics"].get(modality.primary):
         expected = f"metrics for {modality.name}, {modality.primary} among them"
         refuse(CONFIG, "metrics", expected, short([*config["metrics"]]))
-    if modality.dimensions not in (None, len(shape)):
-        refuse(CONFIG, "input_shape", f"{modality.dimensions} whole numbers", short(shape))
+    if modality.dimensions not in (None, len(config["input_shape"])):
+        refuse(CONFIG, "input_shape", f"{modality.dimensions} whole numbers", short(config["input_shape"]))
 
 
 def _check_victims(config: Json) -> None:

@@ -65,7 +65,8 @@ def _flag(name: str) -> Callable[[Callable[[Audit], Iterator[str]]], Callable[[A
     """Decorator that makes a flag of a check: title, when, why and remedy are the paragraphs of its docstring."""
 
     def register(check: Callable[[Audit], Iterator[str]]) -> Callable[[Audit], Iterator[str]]:
-        title, *texts = (" ".join(part.split()) for part in (inspect.getdoc(check) or "").split("\n\n"))
+        doc = inspect.getdoc(check) or f"{name}\n\n\n\n\n\n"  # `python -OO` has no docstrings
+        title, *texts = (" ".join(part.split()) for part in doc.split("\n\n"))
         when, why, remedy = (re.sub(r"^(Raised when|Why it matters\.|What to do\.) ", "", text) for text in texts)
         FLAGS.append(Flag(name, title.removesuffix("."), when, why, remedy, check))
         return check
