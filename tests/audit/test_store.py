@@ -18,7 +18,7 @@ def test_a_torn_line_is_dropped_and_the_rest_kept(tmp_path):
 def test_a_broken_line_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\nnonsense\n{"a": 2}\n')
-    with pytest.raises(DataError, match="line 2 is not JSON"):
+    with pytest.raises(DataError, match="rows.jsonl line 2: expected JSON, got b'nonsense'"):
         JsonLines(path)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from gradveil.audit.rows import MethodId
 from gradveil.errors import DataError, GradveilError
 from gradveil.report.read import read
 
@@ -12,7 +13,7 @@ def test_a_whole_audit_is_read_as_it_was_asked_for(make_audit):
     made = make_audit()
     audit = read(made.write())
     assert list(audit.defenses) == made.config["defenses"]
-    assert list(audit.attacks) == made.config["attacks"]
+    assert [attack.words for attack in audit.attacks] == made.config["attacks"]
     assert len(audit.attempts) == 6 * 2 * 4
     assert len(audit.blind) == 4
     assert set(audit.utility) == set(audit.defenses)
@@ -26,7 +27,7 @@ def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_a
     adaptive = [{**row, "adaptive": True} for row in made.rows(defense="top-k")]
     made.results += adaptive
     audit = read(made.write())
-    assert audit.attacks == ("idlg:iterations=100", "idlg:iterations=100 (adaptive)")
+    assert [attack.words for attack in audit.attacks] == ["idlg:iterations=100", "idlg:iterations=100 (adaptive)"]
     assert audit.short(audit.attacks[1]) == "idlg (adaptive)"
     assert len(audit.without_defense(audit.attacks[1])) == 4
     assert audit.missing_attempts() == []
@@ -43,7 +44,7 @@ def test_missing_rows_are_named(make_audit):
     made.results.remove(made.rows("top-k", "idlg")[2])
     made.utility = [row for row in made.utility if row["defense"] != "top-k"]
     audit = read(made.write())
-    assert audit.missing_attempts() == [("top-k:keep=0.2", "idlg:iterations=100", 2)]
+    assert audit.missing_attempts() == [("top-k:keep=0.2", MethodId("idlg:iterations=100"), 2)]
     assert audit.missing_utility() == ["top-k:keep=0.2"]
 
 
@@ -161,7 +162,7 @@ def test_a_folder_without_config_is_no_audit(tmp_path):
         ("victim_labels", [[1]], r"'victim_labels' must be 4 lists of 1 labels, got \[\[1\]\]"),
         ("victim_labels", [[1], [1], [1], [99]], "'victim_labels' must be labels below 10, the classes, got 99"),
         ("adapted", [["none", "dlg"]], "'adapted' must be a list of pairs of a defense and an attack of this audit"),
-        ("input_shape", [28, 28], "'input_shape' must be three whole numbers"),
+        ("input_shape", [28, 28], "'input_shape' must be 3 whole numbers"),
         ("lr", float("inf"), "expected JSON"),
         ("model", "mine.py@build", "'model_file_digest' must be the digest of the model's file"),
         ("command", "rm -rf .", "'command' must be the command of these settings .* got 'rm -rf .'"),
