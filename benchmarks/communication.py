@@ -31,11 +31,11 @@ def round_bytes(
     generators = [derived_generator(0, "client", client) for client in range(CLIENTS)]
     public = defense.announce(task, *batches[0], generator=generators[0])
     updates = [
-        defense.share(task, *batch, generator=generator, public=public)
+        defense.share(task, *batch, generator=generator, announced=public)
         for batch, generator in zip(batches, generators, strict=True)
     ]
     known = defense.locations(public)
-    aggregate = defense.aggregate(updates, public=public)
+    aggregate = defense.aggregate(updates, announced=public)
     up = fmean(len(wire.encode(update, locations=known)) for update in updates)
     down = float(len(wire.encode(aggregate, locations=known)))
     if known is not None:

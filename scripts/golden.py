@@ -80,15 +80,20 @@ def updates() -> Figures:
     for spec in (*DEFENSES.names(), *COMPOSED):
         for words, local in (("gradient", None), ("fedavg", LOCAL)):
             defense = gradveil.defense(spec)
-            prepared = defense.prepare(task, public=public, generator=derived_generator(1, "prepare"))
+            defense, prepared = defense.prepare(task, public=public, generator=derived_generator(1, "prepare"))
             announced = defense.announce(prepared, *batches[0], generator=derived_generator(3), memory={})
             shared = [
                 defense.share(
-                    prepared, *batch, generator=derived_generator(2, client), memory={}, public=announced, local=local
+                    prepared,
+                    *batch,
+                    generator=derived_generator(2, client),
+                    memory={},
+                    announced=announced,
+                    local=local,
                 )
                 for client, batch in enumerate(batches)
             ]
-            aggregate = defense.aggregate(shared, weights=[1.0, 2.0, 3.0], memory={}, public=announced)
+            aggregate = defense.aggregate(shared, weights=[1.0, 2.0, 3.0], memory={}, announced=announced)
             found[f"{spec}, {words}"] = {"update": projected(shared[0]), "aggregate": projected(aggregate)}
     return found
 
@@ -104,9 +109,9 @@ def attacks() -> Figures:
         defense = gradveil.defense(spec)
         try:
             sent = attack.modify(task, public=dataset.train.batch(torch.arange(200)), generator=derived_generator(4))
-            prepared = defense.prepare(sent, public=public, generator=derived_generator(1, "prepare"))
+            defense, prepared = defense.prepare(sent, public=public, generator=derived_generator(1, "prepare"))
             announced = defense.announce(prepared, *victim, generator=derived_generator(3), memory={})
-            update = defense.share(prepared, *victim, generator=derived_generator(2), memory={}, public=announced)
+            update = defense.share(prepared, *victim, generator=derived_generator(2), memory={}, announced=announced)
             threat = gradveil.ThreatModel(adaptive=adaptive, defense=defense, server=attack.server)
             result = attack.reconstruct(prepared, update, threat, generator=derived_generator(5))
         except GradveilError as error:
@@ -171,7 +176,6 @@ def adaptive() -> Figures:
         "power",
         "bound_mse",
         "loss",
-        "iterations",
         "trained_on",
     )
     found = {

@@ -34,7 +34,7 @@ from gradveil.attacks.labels import infer_labels
 from gradveil.audit.run import choose_execution
 from gradveil.audit.statistics import paired_difference
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW
-from gradveil.federation.local import as_batch, split_public
+from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
@@ -81,7 +81,7 @@ def observe(
 
             memory = memories[victim]
             public = defense.announce(task, *batch, generator=generator("announce"), memory=memory)
-            update = defense.share(task, *batch, generator=generator("share"), memory=memory, public=public)
+            update = defense.share(task, *batch, generator=generator("share"), memory=memory, announced=public)
             seen[victim].append((task, defense.visible([update])[0]))
             updates.append(update)
         mean = defense.aggregate(updates)
@@ -96,7 +96,7 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
     places, _ = split_public(dataset().train, SEED)
     task = build(setting["model"])
     public = as_batch(task, dataset().train.batch(places[: CONFIG["public_images"]]))
-    task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, task = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
     order = torch.randperm(len(dataset().test), generator=derived_generator(SEED, "victims"))[:victims]
     images, labels = as_batch(task, dataset().test.batch(order))
     if case["attack"] == BLIND:

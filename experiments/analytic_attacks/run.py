@@ -27,7 +27,7 @@ from gradveil import data, metrics, models
 from gradveil.attacks.base import ThreatModel
 from gradveil.errors import GradveilError, UnknownNameError
 from gradveil.federation import Training, train
-from gradveil.federation.local import split_public
+from gradveil.federation.job import split_public
 from gradveil.modality import IMAGE
 from gradveil.models.malicious import Imprint
 from gradveil.randomness import derived_generator
@@ -77,7 +77,7 @@ def share(
         *batch,
         generator=derived_generator(SEED, "share", number),
         memory=memory,
-        public=announced,
+        announced=announced,
         local=local,
     )
     return update, memory
@@ -127,7 +127,7 @@ def r_gap(case: Row, spec: str) -> Row:
     public = public_of(dataset)
     if case["logits"] == 1:
         public = (public[0], public[1] % 2)
-    sent = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(task, public=public, generator=derived_generator(SEED, "prepare"))
     shared = [share(defense, sent, victim, number) for number, victim in enumerate(victims)]
     result = gradveil.attack("r-gap").reconstruct(
         sent,
@@ -161,7 +161,7 @@ def robbing(model: str, count: int, attack_spec: str, spec: str) -> Row:
     victims, public = batches(dataset, count, size), public_of(dataset)
     attack, defense = gradveil.attack(attack_spec), gradveil.defense(spec)
     sent = attack.modify(task, public=public, generator=derived_generator(SEED, "modify"))
-    sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
     shared = [share(defense, sent, victim, number) for number, victim in enumerate(victims)]
     threat = ThreatModel(server="active", batch_size=size, defense=defense)
     result = attack.reconstruct(sent, [update for update, _ in shared], threat)
@@ -210,7 +210,7 @@ def loki(setting: Row, spec: str) -> Row:
     victims, public = batches(dataset, clients, size), public_of(dataset)
     attack, defense = gradveil.attack(settings["attack"]), gradveil.defense(spec)
     sent = attack.modify(task, public=public, generator=derived_generator(SEED, "modify"))
-    sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
+    defense, sent = defense.prepare(sent, public=public, generator=derived_generator(SEED, "prepare"))
     total: Update | None = None
     for client, batch in enumerate(victims):  # summed as they come: one update holds 126 MB
         update, _ = share(defense, attack.for_client(sent, client), batch, client, local)

@@ -27,16 +27,17 @@ from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
+from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, resume_command, slug
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
-from gradveil.federation import RoundRecord, Training, TrainingResult
-from gradveil.federation import train as run_training
+from gradveil.federation import ENGINES, RoundRecord, Training, TrainingResult
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import json_digest, model_file_digest
-from gradveil.federation.local import check_settings, performance_maintenance
+from gradveil.federation.job import performance_maintenance
+from gradveil.federation.local import check_settings
 from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
@@ -127,6 +128,25 @@ def audit(
     client_batch: Annotated[int | None, typer.Option(help="Images a client trains on in a round.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
+    local_epochs: Annotated[
+        int | None, typer.Option(help="FedAvg: clients' local passes over their examples; default: one gradient.")
+    ] = None,
+    local_batch: Annotated[int | None, typer.Option(help="FedAvg: examples per local step; default: all.")] = None,
+    local_lr: Annotated[float | None, typer.Option(help="FedAvg: learning rate of the local steps.")] = None,
+    observed_rounds: Annotated[
+        int | None, typer.Option(help="Rounds of each victim, on the same data, that the attacker sees.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Your own weights, a .safetensors file; default: initial ones.")
+    ] = None,
+    norms: Annotated[
+        str | None, typer.Option(help="Batch norm in train or inference mode; default: as the model comes.")
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="The model's normalisation, one number per channel: 0.49,0.48,0.45.")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="The model's normalisation, with --mean.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for the results.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.")
@@ -134,24 +154,10 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""
-    asked = {
-        "dataset": dataset,
-        "model": model,
-        "defenses": tuple(defense) if defense else None,
-        "attacks": tuple(attack) if attack else None,
-        "victims": victims,
-        "batch_size": batch_size,
-        "labels": labels,
-        "adaptive": adaptive,
-        "aggregated": aggregated,
-        "match": match,
-        "chunk": chunk,
-        "rounds": rounds,
-        "clients": clients,
-        "client_batch": client_batch,
-        "lr": lr,
-        "seed": seed,
-    }
+    options = dict(locals())  # each but those of the command itself has the name of a setting
+    asked = {name: options[name] for name in SETTINGS if name in options}
+    asked |= {"defenses": tuple(defense) if defense else None, "attacks": tuple(attack) if attack else None}
+    asked |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
     if resume and output is not None and (output / CONFIG).exists():
@@ -198,6 +204,14 @@ def _with_presets(
         spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
         for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
     )
+
+
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them."""
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None
 
 
 def _words(step: Step) -> str:
@@ -248,29 +262,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
-    settings = _TrainSettings(
-        dataset=dataset,
-        model=model,
-        defense=defense,
-        compare=compare,
-        rounds=rounds,
-        clients=clients,
-        clients_per_round=clients_per_round,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        optimiser=optimiser,
-        schedule=schedule,
-        partition=partition,
-        local_epochs=local_epochs,
-        local_lr=local_lr,
-        local_batch=local_batch,
-        local_momentum=local_momentum,
-        evaluate_every=evaluate_every,
-        execution=execution,
-        engine=engine,
-        seed=seed,
-    )
+    options = dict(locals())
+    settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
     given = {
         name
         for name in dataclasses.asdict(settings)
@@ -305,8 +298,9 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     check_settings(task, loaded, defenses, training, settings.execution)
     began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
     began_with[CONFIG_DIGEST] = json_digest(began_with)
-    # Flower's simulation keeps no checkpoints: its folder holds a training when there is a result.
-    checkpoints = output / CHECKPOINTS if output is not None and settings.engine == "local" else None
+    engine = ENGINES.create(settings.engine)
+    # Without checkpoints, a folder holds a training when there is a result.
+    checkpoints = output / CHECKPOINTS if output is not None and engine.checkpoints else None
     if output is not None and checkpoints is not None:
         write_json(output / CONFIG, began_with)
     torch.set_num_threads(choose_threads(task.size))
@@ -315,28 +309,18 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
         for number, chosen in enumerate(defenses, 1):
             name = str(chosen) if len(defenses) == 1 else f"{chosen} ({number} of {len(defenses)})"
             with _live_training(name, training.rounds) as watch:
-                if settings.engine == "flower":
-                    results[str(chosen)] = gradveil.flower.simulate(task, loaded, chosen, training, watch=watch)
-                    continue
-                place = None if checkpoints is None else checkpoints / slug(str(chosen))
-                begun = place is not None and (place / CHECKPOINT).exists()
-                if resume and not begun:
-                    say(f"note: there is no checkpoint of the training under {chosen}; it begins with its first round")
-                results[str(chosen)] = run_training(
-                    task,
-                    loaded,
-                    chosen,
-                    training,
-                    watch=watch,
-                    execution=settings.execution,
-                    checkpoint=place,
-                    resume=resume and begun,
-                )
+                options: dict[str, Any] = {"execution": settings.execution} if engine.executions else {}
+                if checkpoints is not None:
+                    place = checkpoints / slug(str(chosen))
+                    options |= {"checkpoint": place, "resume": resume and (place / CHECKPOINT).exists()}
+                    if resume and not options["resume"]:
+                        say(f"note: there is no checkpoint of the training under {chosen}; it begins with round 1")
+                results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
             say(f"stopped. Go on with: {_resume_training(checkpoints.parent, settings.model)}")
         else:
-            why = "there was no --out" if output is None else "Flower's simulation keeps no checkpoints"
+            why = "there was no --out" if output is None else f"{engine.words} keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
         raise typer.Exit(INTERRUPTED) from None
     except GradveilError:
@@ -482,14 +466,12 @@ def _resume_training(folder: Path, model: str) -> str:
 
 def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:
     """Refuse options that would change nothing."""
-    checks.choice("train", "engine", settings.engine, ("local", "flower"))
-    if settings.engine == "flower" and resume:
+    engine = ENGINES.create(settings.engine)
+    if resume and not engine.checkpoints:
+        raise ParameterError(f"train: {engine.words} keeps no checkpoints; leave --resume out or use --engine local")
+    if "execution" in given and not engine.executions:
         raise ParameterError(
-            "train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local"
-        )
-    if settings.engine == "flower" and "execution" in given:
-        raise ParameterError(
-            "train: Flower's simulation runs its clients in its own way; leave --execution out or use --engine local"
+            f"train: {engine.words} runs its clients in its own way; leave --execution out or use --engine local"
         )
     local = [f"--{name.replace('_', '-')}" for name in ("local_lr", "local_batch", "local_momentum") if name in given]
     if settings.local_epochs is None and local:

@@ -1,7 +1,7 @@
 """What leaves a client: an update, and how it came about."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,8 +9,14 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.errors import InputError
-from gradveil.randomness import Randomness, source_of
+from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
+
+Memory = MutableMapping[str, Tensor]
+"""What a client keeps from round to round. Put new tensors in; one that is changed in place may be lost, for memories
+go to disk and into Flower's contexts when they are set."""
+Announced = Mapping[str, Tensor]
+"""What the elected client of a round published for all others."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +25,7 @@ class LocalSteps:
 
     Args:
         epochs: passes over the client's data.
-        batch_size: images a step; None: all of them.
+        batch_size: examples per step; None: all of them.
         lr: learning rate of each step.
         momentum: of the steps; it starts from rest in every round.
 
@@ -41,49 +47,49 @@ class LocalSteps:
         checks.number("LocalSteps", "momentum", self.momentum, low=0, below=1)
 
 
-def sizes_of(local: LocalSteps | None, images: int) -> list[int]:
-    """How many images each gradient of an update is the mean of, step by step.
+def sizes_of(local: LocalSteps | None, examples: int) -> list[int]:
+    """How many examples each gradient of an update is the mean of, step by step.
 
-    >>> sizes_of(LocalSteps(epochs=2, batch_size=2), images=3)
+    >>> sizes_of(LocalSteps(epochs=2, batch_size=2), examples=3)
     [2, 1, 2, 1]
     """
     if local is None:
-        return [images]
-    size = local.batch_size or images
-    return local.epochs * [min(size, images - first) for first in range(0, images, size)]
+        return [examples]
+    size = local.batch_size or examples
+    return local.epochs * [min(size, examples - first) for first in range(0, examples, size)]
 
 
-def steps_of(local: LocalSteps | None, images: int) -> int:
+def steps_of(local: LocalSteps | None, examples: int) -> int:
     """How many gradients an update is made of."""
-    return len(sizes_of(local, images))
+    return len(sizes_of(local, examples))
 
 
-def step_weights(local: LocalSteps | None, images: int) -> list[float]:
+def step_weights(local: LocalSteps | None, examples: int) -> list[float]:
     """How often an update counts each of its gradients: with momentum, again in every step after its own.
 
-    >>> step_weights(LocalSteps(epochs=3, momentum=0.5), images=8)
+    >>> step_weights(LocalSteps(epochs=3, momentum=0.5), examples=8)
     [1.75, 1.5, 1.0]
     """
     momentum = 0.0 if local is None else local.momentum
-    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, images), 0, -1)]
+    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, examples), 0, -1)]
 
 
-def weight_of(local: LocalSteps | None, images: int) -> float:
+def weight_of(local: LocalSteps | None, examples: int) -> float:
     """How many gradients' worth an update sums.
 
-    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), images=8)
+    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), examples=8)
     4.25
     """
-    return sum(step_weights(local, images))
+    return sum(step_weights(local, examples))
 
 
-def squared_weight_of(local: LocalSteps | None, images: int) -> float:
+def squared_weight_of(local: LocalSteps | None, examples: int) -> float:
     """By how much the variance of an update exceeds that of one of its gradients, if these are independent.
 
-    >>> squared_weight_of(LocalSteps(epochs=3), images=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
+    >>> squared_weight_of(LocalSteps(epochs=3), examples=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
     (3.0, 3.25)
     """
-    return sum(weight**2 for weight in step_weights(local, images))
+    return sum(weight**2 for weight in step_weights(local, examples))
 
 
 MAX_BITS = 28
@@ -240,6 +246,91 @@ def compute_update(
             total = {name: value + velocity[name] for name, value in total.items()}
             current = {name: value - local.lr * velocity[name] for name, value in current.items()}
     return Update(total, Meta(samples=len(inputs), local=local, buffers=buffers))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientState:
+    """What a client has in a round besides its data.
+
+    Args:
+        generator: the client's randomness. Leave it out in use: then all draws come from a cryptographic stream, and
+            noise lies on a grid that shows nothing of the gradient (`gradveil.randomness`). A torch generator is for
+            simulations: whoever sees some of its draws can compute the others.
+        memory: the client's own state, the same mapping every round.
+        announced: what the elected client published.
+
+    Example:
+        >>> ClientState().source.secure, ClientState(generator=torch.Generator()).source.secure
+        (True, False)
+    """
+
+    generator: Randomness | None = None
+    memory: Memory | None = None
+    announced: Announced | None = None
+
+    def __post_init__(self) -> None:
+        # Kept, so that whatever is derived from this state goes on with the same stream.
+        object.__setattr__(self, "generator", source_of(self.generator))
+
+    @property
+    def source(self) -> Source:
+        """The client's randomness."""
+        return source_of(self.generator)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientRound(ClientState):
+    """One client in one round: all that a defense is given.
+
+    Args:
+        task: the model at the weights the server sent; in a local step, at the weights of that step.
+        inputs: the client's batch.
+        targets: its labels.
+        local: local steps (FedAvg); None: a single gradient.
+
+    Example:
+        >>> task = Task(torch.nn.Linear(2, 3), input_shape=(2,), classes=3)
+        >>> client = ClientRound(task=task, inputs=torch.rand(4, 2), targets=torch.tensor([0, 1, 2, 0]))
+        >>> client.update().meta.samples
+        4
+    """
+
+    task: Task
+    inputs: Tensor
+    targets: Tensor
+    local: LocalSteps | None = None
+
+    def update(self, gradients: Callable[[Task, Tensor, Tensor], Gradients] = Task.gradients) -> Update:
+        """The update of an honest client, see `compute_update`."""
+        return compute_update(
+            self.task, self.inputs, self.targets, local=self.local, generator=self.source, gradients=gradients
+        )
+
+
+@dataclass(frozen=True)
+class ServerRound:
+    """What a server has of a round when it aggregates.
+
+    Args:
+        updates: those that arrived, at least one.
+        weights: what each counts; None: all alike.
+        memory: the server's own state.
+        announced: what the elected client published.
+
+    Example:
+        >>> received = ServerRound([Update({"w": torch.tensor([v])}) for v in (1.0, 3.0)])
+        >>> received.mean()["w"].tolist()
+        [2.0]
+    """
+
+    updates: Sequence[Update]
+    weights: Sequence[float] | None = None
+    memory: Memory | None = None
+    announced: Announced | None = None
+
+    def mean(self) -> Update:
+        """The weighted mean of the updates."""
+        return weighted_mean(self.updates, self.weights)
 
 
 def with_momentum(velocity: Mapping[str, Tensor], step: Gradients, momentum: float) -> Gradients:

@@ -13,17 +13,8 @@ from torch import nn
 import gradveil
 from gradveil import transforms
 from gradveil.attacks import adaptive
-from gradveil.attacks.base import Targets
-from gradveil.attacks.engine import Objective
-from gradveil.attacks.matching import (
-    Search,
-    comparison,
-    cosine_distance,
-    cosine_unit,
-    match,
-    squared_distance,
-    squared_unit,
-)
+from gradveil.attacks.matching import COSINE, LBFGS, SQUARED, Matching, Objective, match
+from gradveil.attacks.problem import Problem
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
 from gradveil.errors import InputError, ThreatModelError
@@ -59,25 +50,23 @@ def one() -> tuple[torch.Tensor, torch.Tensor]:
 
 def observed(
     defense: gradveil.Defense, task: gradveil.Task, batch: tuple[torch.Tensor, torch.Tensor], rounds: int = 1
-) -> tuple[gradveil.Task, gradveil.Rounds]:
+) -> tuple[gradveil.Defense, gradveil.Task, gradveil.Rounds]:
     """What a client sends in its first rounds, with other weights in each."""
     public = torch.rand(6, *task.input_shape, generator=seeded(5), dtype=task.dtype), torch.arange(6) % task.classes
-    first = task = defense.prepare(task, public=public, generator=seeded(4))
+    defense, task = defense.prepare(task, public=public, generator=seeded(4))
+    first = task
     memory: dict[str, torch.Tensor] = {}
     seen = []
     for number in range(rounds):
         seen.append((task, defense.share(task, *batch, generator=seeded(number), memory=memory)))
         task = task.with_parameters({name: 0.9 * value for name, value in task.parameters.items()})
-    return first, gradveil.Rounds(seen)
+    return defense, first, gradveil.Rounds(seen)
 
 
-def cost_at(
-    inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None, **options
-) -> float:
-    stacked = [(task, {name: value[None] for name, value in update.items()}) for task, update in rounds]
-    chosen = {"distance": squared_distance, "unit": squared_unit, **options}
-    compare = comparison([task for task, _ in rounds], Targets(stacked, knowledge), **chosen)
-    return float(compare(inputs, [update for _, update in rounds], labels))
+def cost_at(inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None) -> float:
+    problem = Problem(rounds, labels[None], gradveil.ThreatModel(), seeded(), knowledge)
+    cost = Matching(list(problem.updates), SQUARED).cost(problem, [task for task, _ in rounds])
+    return float(cost(inputs, [update for _, update in rounds], labels))
 
 
 EXACT = [  # what these do to a gradient, knowledge explains to the last bit
@@ -108,7 +97,7 @@ class TestTheTruthExplainsTheUpdate:
     @pytest.mark.parametrize("rounds", [1, 3])
     def test_the_true_image_costs_nothing_though_it_costs_the_plain_attacker_something(self, spec, rounds, task, one):
         defense = gradveil.defense(spec)
-        task, seen = observed(defense, task, one, rounds)
+        defense, task, seen = observed(defense, task, one, rounds)
         other = torch.rand(one[0].shape, generator=seeded(9), dtype=torch.float64)
         for name, knowledge in defense.adapt(task).items():
             if knowledge.before is None and name != "inner-half":  # which asks for more than is known
@@ -121,7 +110,7 @@ class TestTheTruthExplainsTheUpdate:
     @pytest.mark.parametrize("spec", ["gaussian-noise:std=0.1", "optimal-noise:std=0.1", "laplace-noise:std=0.1"])
     def test_of_noise_the_truth_costs_what_the_noise_does(self, spec, task, one):
         defense = gradveil.defense(spec)
-        task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, one)
         knowledge = list(defense.adapt(task).values())[-1]
         plain = Knowledge("no prior", read=knowledge.read)
         squares = [(seen[0][1][name] - value).square() for name, value in task.gradients(*one).items()]
@@ -139,7 +128,7 @@ class TestTheTruthExplainsTheUpdate:
 
     def test_error_feedback_must_be_known_from_the_second_round_on(self, task, one):
         defense = gradveil.defense("top-k:keep=0.3+error-feedback")
-        task, seen = observed(defense, task, one, rounds=3)
+        defense, task, seen = observed(defense, task, one, rounds=3)
         unaware = gradveil.defense("top-k:keep=0.3").adapt(task)["arrived"]
         assert cost_at(*one, seen, unaware) > 1e-4
 
@@ -149,38 +138,40 @@ class TestTheTruthExplainsTheUpdate:
         [knowledge] = defense.adapt(task).values()
         assert cost_at(*one, honest, knowledge) < 1e-12
         assert float(knowledge.variance(dict(honest[0][1]))) == 0
-        _, pruned = observed(defense, task, one)
+        _, _, pruned = observed(defense, task, one)
         assert float(knowledge.variance(dict(pruned[0][1]))) > 0
 
     @pytest.mark.parametrize("spec", EXACT)
     def test_batch_and_loop_agree(self, spec, task, one):
         defense = gradveil.defense(spec)
-        task, seen = observed(defense, task, one, rounds=2)
+        defense, task, seen = observed(defense, task, one, rounds=2)
         knowledge = next(iter(defense.adapt(task).values()))
         stacked = [
             (stage, {name: torch.stack([value, 0.7 * value]) for name, value in update.items()})
             for stage, update in seen
         ]
-        compare = comparison(
-            [stage for stage, _ in stacked], Targets(stacked, knowledge), distance=cosine_distance, unit=cosine_unit
-        )
+        problem = Problem(stacked, one[1].expand(2, 1), gradveil.ThreatModel(), seeded(), knowledge)
+        cost = Matching(list(problem.updates), COSINE).cost(problem, [stage for stage, _ in stacked])
         candidates = torch.rand(2, *one[0].shape, generator=seeded(7), dtype=torch.float64)
         labels, updates = one[1].expand(2, 1), [update for _, update in stacked]
         loop, batch = (
-            Objective(compare, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
+            Objective(cost, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
             for execution in ("loop", "batch")
         )
         torch.testing.assert_close(loop, batch)
         assert loop[1].abs().max() > 0
 
 
-class TestReadings:
+class TestEvidence:
     def test_every_defense_says_something(self, task, one):
         for name in gradveil.list_defenses():
             defense = gradveil.defense(name)
             if name == "ats":
                 defense = gradveil.defense("ats", policy="flip")
-            prepared, _ = observed(defense, task, one) if name != "refiner" else (task, None)
+            if name != "refiner":
+                defense, prepared, _ = observed(defense, task, one)
+            else:
+                prepared = task
             forms = defense.adapt(prepared)
             assert forms, name
             assert all(form.summary for form in forms.values())
@@ -203,7 +194,7 @@ class TestReadings:
             found: set[str] = set()
             for parameters in settings.get(name, [{}]):
                 defense = gradveil.defense(name, **parameters)
-                prepared = defense.prepare(task, public=public, generator=seeded())
+                defense, prepared = defense.prepare(task, public=public, generator=seeded())
                 for images, local in ((1, None), (4, None), (4, gradveil.LocalSteps(epochs=2, batch_size=1))):
                     found |= set(defense.adapt(prepared, batch_size=images, local=local) or {"expectation"})
             assert found == documented.get(name, documented["any other"]), name
@@ -214,11 +205,11 @@ class TestReadings:
         name = "dual-pruning:k1=0.2,k2=0.5" if top else "top-k:keep=0.5"
         sent = gradveil.defense(name).perturb({"w": gradient})
         candidate = 2 * torch.randn(len(gradient), generator=seeded(seed), dtype=torch.float64)
-        reading = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
+        evidence = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
         arrived = sent["w"].abs()[sent["w"] != 0]
         for place, value in enumerate(candidate.tolist()):
             if sent["w"][place] != 0:
-                assert reading.weights["w"][place] == 1
+                assert evidence.weights["w"][place] == 1
                 continue
             low = arrived.min().item() if len(arrived) else math.inf
             high = arrived.max().item() if top and len(arrived) else math.inf
@@ -226,8 +217,8 @@ class TestReadings:
             if not len(arrived):
                 choices = [abs(value)]
             nearest = min(choices, key=lambda size, value=value: abs(size - abs(value)))
-            assert abs(reading.allowed["w"][place].item()) == pytest.approx(nearest)
-            assert reading.weights["w"][place] == 0
+            assert abs(evidence.allowed["w"][place].item()) == pytest.approx(nearest)
+            assert evidence.weights["w"][place] == 0
 
     def test_the_interval_costs_nothing_inside_and_the_square_outside(self):
         defense = gradveil.defense("quantization", bits=2)
@@ -238,19 +229,19 @@ class TestReadings:
         }
         for form, cases in cells.items():
             for candidate, expected in cases:
-                reading = defense.adapt(None)[form].read({"w": torch.tensor([0.0, candidate, 1.8, 3.0])}, sent)
-                assert reading.values["w"][1].item() == pytest.approx(expected)
+                evidence = defense.adapt(None)[form].read({"w": torch.tensor([0.0, candidate, 1.8, 3.0])}, sent)
+                assert evidence.values["w"][1].item() == pytest.approx(expected)
 
     def test_trimming_believes_the_best_fitting_share(self):
         update = {"a": torch.randn(60, generator=seeded()), "b": torch.randn(40, generator=seeded(1))}
         candidate = {"a": torch.randn(60, generator=seeded(2)), "b": torch.randn(40, generator=seeded(3))}
-        reading = read_trimmed(0.8, scale=2.0)(candidate, update)
+        evidence = read_trimmed(0.8, scale=2.0)(candidate, update)
         misfits = {
             (n, i): abs(float(candidate[n][i] - update[n][i] / 2)) for n in update for i in range(len(update[n]))
         }
         best = sorted(misfits, key=misfits.__getitem__)[:68]  # 80 less three times 4
-        assert {(n, i) for n in update for i in range(len(update[n])) if reading.weights[n][i]} == set(best)
-        torch.testing.assert_close(reading.values["a"], update["a"] / 2)
+        assert {(n, i) for n in update for i in range(len(update[n])) if evidence.weights[n][i]} == set(best)
+        torch.testing.assert_close(evidence.values["a"], update["a"] / 2)
 
     def test_weights_are_inverse_variances_up_to_a_hundred(self):
         variance = {"w": torch.tensor([0.0, 1e-9, 1.0, 2.0, 4.0, 8.0])}
@@ -260,14 +251,14 @@ class TestReadings:
 
     def test_clipping_is_simulated(self, task, one):
         defense = gradveil.defense("dp-sgd", clip=0.01, noise_multiplier=0.0)
-        task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, one)
         [expected] = next(iter(defense.adapt(task).values())).expect([task.gradients(*one)], [])
         for name, value in seen[0][1].items():
             torch.testing.assert_close(expected[name], value)
 
     def test_compensation_is_abused_on_each_single_update(self, task, one):
         defense = gradveil.defense("risk-slicing", slices=4, ratio=0.5, std=0.3)
-        task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, one)
         before = defense.adapt(task)["compensate"].before
         updates = {name: torch.stack([value, 2 * value]) for name, value in seen[0][1].items()}
         cleaned = before(task, updates, seeded())
@@ -294,9 +285,8 @@ class TestLocalSteps:
         batch, images, draws = (one[0].expand(4, 1, 5, 5), one[1].expand(4)), 4, 40
         global_form = {} if name == "dp-sgd" else {"form": "global", "directions": 1}
         level = {"dp-sgd": "noise_multiplier"}.get(name, "std")
-        noisy, silent = (gradveil.defense(name, **{level: value}, **global_form) for value in (1.0, 0.0))
-        for defense in (noisy, silent):
-            defense.prepare(task, public=one, generator=seeded())
+        both = [gradveil.defense(name, **{level: value}, **global_form) for value in (1.0, 0.0)]
+        noisy, silent = (one_of.prepare(task, public=one, generator=seeded()).defense for one_of in both)
         [knowledge] = noisy.adapt(task, batch_size=images, local=local).values()
         clean, generator = silent.share(task, *batch, local=local), seeded()
         squares = {layer: torch.zeros_like(value) for layer, value in task.parameters.items()}
@@ -320,7 +310,7 @@ class TestLocalSteps:
         """With steps so small that the weights stay where they are."""
         images, labels = torch.rand(4, 1, 5, 5, generator=seeded(1), dtype=torch.float64), torch.arange(4) % 3
         defense = gradveil.defense(spec)
-        defense.prepare(task, public=(images, labels), generator=seeded())
+        defense, _ = defense.prepare(task, public=(images, labels), generator=seeded())
         sent = defense.share(task, images, labels, local=local, generator=seeded())
         honest = gradveil.defense("none").share(task, images, labels, local=local, generator=seeded())
         forms = defense.adapt(task, batch_size=4, local=local)
@@ -347,7 +337,7 @@ class TestRiskSlicingWithoutNoise:
 
     def test_of_clipped_gradients_no_slice_is_left_out(self, task, one):
         defense = gradveil.defense("risk-slicing", std=0.0, clip=0.01)
-        task, _ = observed(defense, task, one)
+        defense, task, _ = observed(defense, task, one)
         forms = defense.adapt(task)
         assert list(forms) == ["prior", "compensate"]
         assert forms["prior"].read is None
@@ -357,7 +347,7 @@ class TestRiskSlicingWithoutNoise:
 class TestPrecode:
     def test_the_bottleneck_gives_its_noise_away(self, task, one):
         defense = gradveil.defense("precode", width=4)
-        task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, one)
         solved = defense.adapt(task)["solve-noise"].task(task, dict(seen[0][1]))
         drawn = task.with_noise(1, source_of(seeded(0)))
         name = f"{task.place}.noise"
@@ -365,7 +355,7 @@ class TestPrecode:
 
     def test_of_a_batch_it_is_left_out(self, task, one):
         defense = gradveil.defense("precode", width=4)
-        task = defense.prepare(task, generator=seeded())
+        defense, task = defense.prepare(task, generator=seeded())
         update = task.gradients(*one)
         weights = defense.adapt(task, batch_size=2)["mute"].read(update, update).weights
         silent = {name for name, value in weights.items() if not value.any()}
@@ -423,7 +413,7 @@ class TestRounds:
         defense = gradveil.defense("gaussian-noise", std=0.02)
 
         def error(rounds):
-            _, seen = observed(defense, task, one, rounds)
+            _, _, seen = observed(defense, task, one, rounds)
             threat = gradveil.ThreatModel(rounds=rounds)
             found = gradveil.attack("idlg", iterations=100).reconstruct(task, seen, threat, generator=seeded())
             return (found.inputs[0] - one[0]).square().mean().item()
@@ -431,7 +421,7 @@ class TestRounds:
         assert error(16) < 0.3 * error(1)
 
     def test_what_does_not_fit_is_refused(self, task, one):
-        _, seen = observed(gradveil.defense("none"), task, one, rounds=2)
+        _, _, seen = observed(gradveil.defense("none"), task, one, rounds=2)
         attack = gradveil.attack("idlg", iterations=1)
         with pytest.raises(ThreatModelError, match=r"1 rounds of each victim were seen, got \[2\]"):
             attack.reconstruct(task, seen, gradveil.ThreatModel())
@@ -453,20 +443,15 @@ class TestRecovery:
     def test_what_arrived_is_enough(self, spec, task, one):
         """More values arrive than there are pixels, and they are exact: so is the image."""
         defense = gradveil.defense(spec)
-        task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, one)
         stacked = [(task, {name: value[None] for name, value in seen[0][1].items()})]
         start = torch.rand(1, *one[0].shape, generator=seeded(3), dtype=torch.float64)
         errors = []
         for knowledge in (None, next(iter(defense.adapt(task).values()))):
-            found = match(
-                task,
-                Targets(stacked, knowledge),
-                one[1][None],
-                start,
-                Search("lbfgs", 300, execution="loop"),
-                distance=squared_distance,
-                unit=squared_unit,
+            problem = Problem(
+                stacked, one[1][None], gradveil.ThreatModel(), seeded(), knowledge=knowledge, execution="loop"
             )
+            found = match(problem, start, LBFGS(), Matching(list(problem.updates), SQUARED), iterations=300)
             errors.append((found.inputs[0] - one[0]).abs().max().item())
         assert errors[1] < 1e-3
         assert errors[0] > 100 * errors[1]
@@ -496,7 +481,7 @@ class TestExpectation:
         chain = gradveil.Chain(gradveil.defense("top-k", keep=0.5), gradveil.defense("quantization", bits=4))
         assert not chain.adapt(task)
         knowledge = adaptive.expectation(chain)
-        _, seen = observed(chain, task, one)
+        _, _, seen = observed(chain, task, one)
         assert cost_at(*one, seen, knowledge) < 1e-12  # it draws nothing: its simulation is the update
         assert cost_at(*one, seen, None) > 1e-5
 
@@ -517,8 +502,9 @@ class TestExpectation:
         class Doubling(gradveil.StepDefense):
             name = "doubling"
 
-            def step(self, task, inputs, labels, *, source, memory):
-                return {name: 2 * value for name, value in task.gradients(inputs, labels).items()}
+            def step(self, client):
+                gradients = client.task.gradients(client.inputs, client.targets)
+                return {name: 2 * value for name, value in gradients.items()}
 
         defense = Doubling()
         update = defense.share(task, *one)

@@ -1,11 +1,15 @@
+import dataclasses
 import inspect
+import re
 
 import pytest
 import torch
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks.matching import cosine_distance
+from gradveil.attacks import ATTACKS
+from gradveil.attacks.matching.distances import cosine_distance
+from gradveil.core import parameters
 from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 
 QUICK = {
@@ -226,6 +230,26 @@ def test_repr_builds_the_same_attack_again():
         assert gradveil.attack(str(attack)) == attack
 
 
+DECLARED = [(name, parameter) for name in ATTACKS.names() for parameter in parameters.declared(ATTACKS.get(name))]
+
+
+@pytest.mark.parametrize(("name", "parameter"), DECLARED)
+def test_parameters_out_of_range_are_refused(name, parameter):
+    refused = parameters.declared(ATTACKS.get(name))[parameter].refused
+    assert refused
+    for value in refused:
+        with pytest.raises(ParameterError, match=f"^{name}: {parameter} must be .*, got {re.escape(repr(value))}"):
+            gradveil.attack(name, **{parameter: value})
+
+
+@pytest.mark.parametrize(("name", "parameter"), DECLARED)
+def test_parameters_are_frozen_and_described(name, parameter):
+    attack = gradveil.attack(name)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(attack, parameter, getattr(attack, parameter))
+    assert parameters.meanings(type(attack)).get(parameter)
+
+
 @pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
@@ -252,7 +276,7 @@ def test_what_the_threat_model_does_not_grant_is_refused(tiny_task, tiny_batch):
     with pytest.raises(ThreatModelError, match="comes from 3 images .* threat model says 1"):
         attack.reconstruct(tiny_task, update, gradveil.ThreatModel())
     threat = gradveil.ThreatModel(labels="known", batch_size=3, known_labels=torch.tensor([[0, 1, 4]]))
-    with pytest.raises(InputError, match="known_labels must lie in 0 to 3, got 0 to 4"):
+    with pytest.raises(InputError, match="known_labels must lie in 0 to 3 .*, got 0 to 4"):
         attack.reconstruct(tiny_task, update, threat)
     with pytest.raises(ParameterError, match="known_labels must be given exactly when labels='known'"):
         gradveil.ThreatModel(labels="known")

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from filelock import FileLock
 
 from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, run
-from gradveil.defenses import DEFENSES, Perturbation
+from gradveil.core.parameters import state
+from gradveil.defenses import DEFENSES, Perturbation, Prepared
 from gradveil.errors import DataError, OutputError, ParameterError, ThreatModelError
 
 
@@ -306,21 +307,21 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
     monkeypatch.setattr(DEFENSES, "_factories", dict(DEFENSES._factories))
 
     @DEFENSES.register("whole-way")
-    @dataclass(repr=False)
+    @dataclass(frozen=True, repr=False)
     class WholeWay(Perturbation):
         paper = "-"
         announces = needs_preparing = True
+        images: int | None = state()
 
         def prepare(self, task, *, public=None, generator=None):
-            self.images = len(public[0])
-            return task
+            return Prepared(replace(self, images=len(public[0])), task)
 
-        def announce(self, task, inputs, labels, *, generator=None, memory=None, local=None):
+        def make_announcement(self, client):
             return {"images": torch.tensor(self.images)}
 
-        def share(self, task, inputs, labels, *, generator=None, memory=None, public=None, local=None):
-            assert int(public["images"]) == 100
-            return super().share(task, inputs, labels, generator=generator, local=local)
+        def make_update(self, client):
+            assert int(client.announced["images"]) == 100
+            return super().make_update(client)
 
         def perturb_rows(self, rows, draws):
             return rows.clone()
@@ -432,13 +433,13 @@ def test_a_defense_is_prepared_once_for_all_attacks_and_chunks(data_file, tmp_pa
     prepared = []
 
     @DEFENSES.register("counting")
-    @dataclass(repr=False)
+    @dataclass(frozen=True, repr=False)
     class Counting(Perturbation):
         paper = "-"
 
         def prepare(self, task, *, public=None, generator=None):
             prepared.append(task)
-            return task
+            return Prepared(self, task)
 
         def perturb_rows(self, rows, draws):
             return rows.clone()

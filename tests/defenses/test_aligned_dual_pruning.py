@@ -12,7 +12,7 @@ from gradveil import models
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
 from gradveil.defenses.selection import largest
 from gradveil.errors import InputError
-from gradveil.federation.local import Training, train
+from gradveil.federation import Training, train
 
 
 def gradient(seed: int, size: int = 40) -> dict[str, torch.Tensor]:
@@ -38,7 +38,7 @@ def test_clients_send_the_largest_of_what_is_left_inside_the_set(seed, size, k1,
     public = defense.publish(publisher)
     assert int(public["w"].sum()) == min(size, math.ceil(round(2 * keep * size, 9)))
     assert torch.equal(public["w"], largest(publisher["w"][None], int(public["w"].sum()))[0])
-    sent = defense.perturb(client, public=public)["w"]
+    sent = defense.perturb(client, announced=public)["w"]
     assert sent.tolist() == slow_share(client["w"].tolist(), public["w"].tolist(), k1, keep)
 
 
@@ -46,9 +46,9 @@ def test_many_clients_follow_one_set_as_each_would_alone():
     defense = AlignedDualPruning()
     clients = [gradient(seed) for seed in range(5)]
     public = defense.publish(clients[0])
-    together = defense.perturb_clients({"w": torch.stack([c["w"] for c in clients])}, public=public)["w"]
+    together = defense.perturb_clients({"w": torch.stack([c["w"] for c in clients])}, announced=public)["w"]
     for client, row in zip(clients, together, strict=True):
-        assert torch.equal(defense.perturb(client, public=public)["w"], row)
+        assert torch.equal(defense.perturb(client, announced=public)["w"], row)
 
 
 def test_the_server_returns_only_the_set():
@@ -56,7 +56,7 @@ def test_the_server_returns_only_the_set():
     public = {"w": torch.tensor([True, True, False, False])}
     honest = gradveil.Update({"w": torch.tensor([2.0, 0.0, 0.0, 0.0])})
     disobedient = gradveil.Update({"w": torch.tensor([0.0, 4.0, 8.0, 8.0])})
-    aggregate = defense.aggregate([honest, disobedient], weights=[3, 1], public=public)
+    aggregate = defense.aggregate([honest, disobedient], weights=[3, 1], announced=public)
     assert aggregate["w"].tolist() == [1.5, 1.0, 0.0, 0.0]
 
 
@@ -76,11 +76,11 @@ def test_an_announcement_that_does_not_fit_is_refused(public, message):
     defense = AlignedDualPruning()
     for wrapped in (defense, gradveil.ErrorFeedback(defense), gradveil.Chain(defense, gradveil.defense("top-k"))):
         with pytest.raises(InputError, match=message):
-            wrapped.check_public(public, gradient(0))
+            wrapped.check_announced(public, gradient(0))
     with pytest.raises(InputError, match=message):
-        defense.perturb(gradient(0), public=public)
+        defense.perturb(gradient(0), announced=public)
     with pytest.raises(InputError, match=message):
-        defense.aggregate([gradveil.Update(gradient(0))], public=public)
+        defense.aggregate([gradveil.Update(gradient(0))], announced=public)
 
 
 def test_with_error_feedback_the_set_is_made_of_gradient_and_residual(tiny_task, tiny_batch):
@@ -91,7 +91,7 @@ def test_with_error_feedback_the_set_is_made_of_gradient_and_residual(tiny_task,
     wanted = {name: value + memory[f"residual/{name}"] for name, value in gradients.items()}
     expected = defense.inner.publish(wanted)
     assert all(torch.equal(public[name], expected[name]) for name in wanted)
-    sent = defense.share(tiny_task, *tiny_batch, memory=memory, public=public)
+    sent = defense.share(tiny_task, *tiny_batch, memory=memory, announced=public)
     for name in wanted:
         assert not sent[name][~public[name]].any()
         torch.testing.assert_close(sent[name] + memory[f"residual/{name}"], wanted[name])

@@ -360,7 +360,7 @@ def test_precode_is_the_model_with_a_bottleneck(tiny_task, tiny_batch):
     """Written out in plain torch: forward, KL and gradient, with the noise the client drew."""
     images, labels = tiny_batch
     defense = gradveil.defense("precode", width=3, beta=0.2)
-    task = defense.prepare(tiny_task, generator=seeded(3))
+    defense, task = defense.prepare(tiny_task, generator=seeded(3))
     sent = defense.share(task, images, labels, generator=seeded(5))
     noise = torch.randn(3, 3, generator=seeded(5), dtype=torch.float64)
     weights = {name: value.clone().requires_grad_() for name, value in task.parameters.items()}
@@ -381,7 +381,7 @@ def test_precode_is_the_model_with_a_bottleneck(tiny_task, tiny_batch):
 def test_precode_keeps_the_weights_and_leaves_the_given_task_alone(tiny_task):
     before = {name: value.clone() for name, value in tiny_task.parameters.items()}
     moved = tiny_task.with_parameters({name: value + 1 for name, value in before.items()})
-    task = gradveil.defense("precode", width=5).prepare(moved)
+    _, task = gradveil.defense("precode", width=5).prepare(moved)
     assert torch.equal(task.parameters["3.1.weight"], before["3.weight"] + 1)
     assert torch.equal(task.parameters["0.weight"], before["0.weight"] + 1)
     assert task.classifier == gradveil.task.Classifier("3.1.weight", "3.1.bias")
@@ -392,13 +392,13 @@ def test_precode_keeps_the_weights_and_leaves_the_given_task_alone(tiny_task):
 
 def test_precode_takes_a_model_that_is_only_a_classifier_and_keeps_normalisation():
     task = gradveil.Task(nn.Linear(4, 3), input_shape=(4,), classes=3)
-    extended = gradveil.defense("precode", width=2).prepare(task)
+    _, extended = gradveil.defense("precode", width=2).prepare(task)
     assert extended.place == "0"
     assert extended.gradients(torch.rand(2, 4), torch.tensor([0, 1]))["1.weight"].shape == (3, 4)
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     plain = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
     scaled = gradveil.Task(model, input_shape=(1, 2, 2), classes=3, mean=[0.5], std=[0.25])
-    first, second = (gradveil.defense("precode", width=2).prepare(t, generator=seeded()) for t in (plain, scaled))
+    first, second = (gradveil.defense("precode", width=2).prepare(t, generator=seeded()).task for t in (plain, scaled))
     images = torch.rand(2, 1, 2, 2)
     torch.testing.assert_close(second.predict(images), first.predict((images - 0.5) / 0.25))
 
@@ -450,7 +450,8 @@ def test_the_accuracy_score_prefers_images_that_differ(relu_task):
 
 def test_ats_searches_as_it_says_and_what_it_found_can_be_used_again(relu_task, tiny_batch):
     defense = gradveil.defense("ats", candidates=8, kept=2, samples=3)
-    assert defense.prepare(relu_task, public=tiny_batch, generator=seeded(4)) is relu_task
+    defense, task = defense.prepare(relu_task, public=tiny_batch, generator=seeded(4))
+    assert task is relu_task
     generator = seeded(4)
     tried = random_policies(8, source_of(generator))
     noise = torch.rand(tiny_batch[0].shape, generator=generator, dtype=torch.float64)

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 import gradveil
-from gradveil.defenses.base import Defense, Perturbation, scoped
+from gradveil.defenses.base import Defense, Perturbation, Prepared
+from gradveil.defenses.composition import scoped
 from gradveil.errors import InputError, ParameterError, UnknownNameError
 
 
@@ -11,9 +12,9 @@ class NeedsData(Defense):
 
     name = "needs-data"
 
-    def share(self, task, inputs, labels, *, generator=None, memory=None, public=None, local=None):
-        memory["seen"] = inputs
-        return gradveil.Update(task.gradients(inputs * 0, labels))
+    def make_update(self, client):
+        client.memory["seen"] = client.inputs
+        return gradveil.Update(client.task.gradients(client.inputs * 0, client.targets))
 
 
 class OwnAggregate(Perturbation):
@@ -23,8 +24,8 @@ class OwnAggregate(Perturbation):
     def perturb_rows(self, rows, draws):
         return rows.clone()
 
-    def aggregate(self, updates, *, weights=None, memory=None, public=None):
-        return updates[0]
+    def combine(self, received):
+        return received.updates[0]
 
 
 def test_error_feedback_sends_everything_in_the_end():
@@ -65,20 +66,24 @@ def test_a_memory_of_another_model_is_refused():
 
 
 def test_preparing_reaches_the_wrapped_defense(tiny_task):
-    class Prepared(Perturbation):
-        name = "prepared"
+    class Looks(Perturbation):
+        name = "looks"
+        seen = None
 
         def prepare(self, task, *, public=None, generator=None):
-            self.seen = public
-            return task
+            looked = Looks()
+            looked.seen = public
+            return Prepared(looked, task)
 
         def perturb_rows(self, rows, draws):
             return rows.clone()
 
-    inner = Prepared()
     public = (torch.zeros(1), torch.zeros(1))
-    gradveil.Chain(gradveil.ErrorFeedback(inner), gradveil.defense("top-k")).prepare(tiny_task, public=public)
-    assert inner.seen is public
+    chain = gradveil.Chain(gradveil.ErrorFeedback(Looks()), gradveil.defense("top-k"))
+    prepared, task = chain.prepare(tiny_task, public=public)
+    assert prepared.parts[0].inner.seen is public
+    assert chain.parts[0].inner.seen is None
+    assert task is tiny_task
 
 
 def test_memories_of_two_clients_are_apart(tiny_task, tiny_batch):
@@ -127,17 +132,17 @@ def test_a_defense_that_announces_comes_first_and_keeps_its_memory(tiny_task, ti
 
         name = "announcer"
 
-        def announce(self, task, inputs, labels, *, generator=None, memory=None, local=None):
-            memory["told"] = inputs
-            return {"places": inputs}
+        def make_announcement(self, client):
+            client.memory["told"] = client.inputs
+            return {"places": client.inputs}
 
-        def share(self, task, inputs, labels, *, generator=None, memory=None, public=None, local=None):
-            assert torch.equal(memory["told"], public["places"])
-            return super().share(task, inputs, labels, generator=generator)
+        def make_update(self, client):
+            assert torch.equal(client.memory["told"], client.announced["places"])
+            return super().make_update(client)
 
     chain, memory = gradveil.Chain(Announcer(), gradveil.defense("top-k")), {}
     public = chain.announce(tiny_task, *tiny_batch, memory=memory)
-    assert chain.share(tiny_task, *tiny_batch, memory=memory, public=public)
+    assert chain.share(tiny_task, *tiny_batch, memory=memory, announced=public)
     with pytest.raises(ParameterError, match="announcer announces something before the round and must come first"):
         gradveil.Chain(gradveil.defense("top-k"), Announcer())
 
@@ -179,10 +184,10 @@ def test_batch_norm_statistics_travel_with_the_update():
 @pytest.mark.parametrize("name", gradveil.list_defenses())
 def test_what_a_defense_declares_is_what_it_does(name):
     defense = gradveil.defense(name)
-    own = {m for m in ("publish", "visible", "aggregate", "prepare") if m in vars(type(defense))}
+    own = {m for m in ("publish", "visible", "combine", "prepare") if m in vars(type(defense))}
     assert defense.announces == ("publish" in own)
     assert defense.hides_updates == ("visible" in own)
-    assert defense.aggregates == ("aggregate" in own)
+    assert defense.aggregates == ("combine" in own)
     if defense.needs_preparing:
         assert "prepare" in own
     if defense.keeps_zeros and name != "aligned-dual-pruning":  # which needs an announcement
@@ -217,7 +222,7 @@ def test_announced_locations_hold_for_a_chain_that_keeps_zeros(tiny_task, tiny_b
         locations = chain.locations(public)
         assert (locations is not None) == known
         if locations is not None:
-            update = chain.share(tiny_task, *tiny_batch, memory={}, public=public)
+            update = chain.share(tiny_task, *tiny_batch, memory={}, announced=public)
             assert all(not value[~locations[name].bool()].any() for name, value in update.items())
 
 
@@ -248,8 +253,80 @@ def test_a_defense_that_says_nothing_is_taken_to_add_noise():
 
 
 def test_a_defense_that_does_what_it_does_not_declare_is_refused():
-    with pytest.raises(TypeError, match="Forgetful has a method aggregate of its own: declare aggregates = True"):
+    with pytest.raises(TypeError, match="Forgetful has a method combine of its own: declare aggregates = True"):
 
         class Forgetful(gradveil.Perturbation):
-            def aggregate(self, updates, *, weights=None, memory=None, public=None):
+            def combine(self, received):
+                return received.updates[0]
+
+
+def test_a_defense_writes_what_is_behind_the_public_calls():
+    with pytest.raises(TypeError, match="Old has a method aggregate of its own: write combine, which is behind it"):
+
+        class Old(gradveil.Perturbation):
+            def aggregate(self, updates, *, weights=None, memory=None, announced=None):
                 return updates[0]
+
+
+# -- prepared values ------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_defense_is_another_one_and_the_first_is_untouched(tiny_task, tiny_batch):
+    for spec in ("risk-slicing", "optimal-noise:form=global", "risk-slicing+error-feedback", "risk-slicing+top-k"):
+        defense = gradveil.defense(spec)
+        prepared, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
+        again, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
+        assert prepared != defense == gradveil.defense(spec)
+        assert prepared == again
+        assert str(prepared) == str(defense)
+        memory = {}
+        assert prepared.share(tiny_task, *tiny_batch, memory=memory)
+        with pytest.raises(InputError, match="prepare"):
+            defense.share(tiny_task, *tiny_batch, memory={})
+
+
+# -- who knows a chain ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "known"),
+    [
+        ("gaussian-noise+top-k", True),
+        ("dp-sgd+top-k", True),
+        ("dp-sgd+gaussian-noise+quantization", True),
+        ("top-k+gaussian-noise", False),  # zeros that noise has covered say nothing
+        ("gaussian-noise+error-feedback+top-k", False),
+        ("gaussian-noise+top-k+error-feedback", True),
+    ],
+)
+def test_a_chain_says_whether_it_has_an_attacker_of_its_own(spec, known, tiny_task):
+    chain = gradveil.defense(spec)
+    assert chain.has_adaptive_attacker == known
+    assert bool(chain.adapt(tiny_task)) == known
+
+
+def test_the_attacker_of_a_chain_knows_all_of_it(tiny_task, tiny_batch):
+    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0.2+gaussian-noise:std=0.3+top-k:keep=0.5")
+    alone = gradveil.defense("top-k:keep=0.5").adapt(tiny_task)
+    forms = chain.adapt(tiny_task)
+    assert list(forms) == list(alone)
+    form = next(iter(forms.values()))
+    assert form.variance == pytest.approx(0.1**2 + 0.3**2)
+    assert form.read is not None
+    gradients = tiny_task.gradients(*one)
+    [expected] = form.expect([gradients], [gradients])
+    assert sum(float(value.square().sum()) for value in expected.values()) == pytest.approx(0.25)
+    assert sum(float(value.square().sum()) for value in gradients.values()) > 0.25
+
+
+def test_a_chain_without_noise_is_read_as_exactly_as_its_last_part(tiny_task, tiny_batch):
+    """What the attacker of the chain believes is what was sent, where it was sent."""
+    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0+top-k:keep=0.3")
+    update = dict(chain.share(tiny_task, *one, generator=torch.manual_seed(0)))
+    form = next(iter(chain.adapt(tiny_task).values()))
+    [expected] = form.expect([tiny_task.gradients(*one)], [update])
+    told = form.read(expected, update)
+    for name, weight in told.weights.items():
+        torch.testing.assert_close((weight * expected[name]), weight * told.values[name])

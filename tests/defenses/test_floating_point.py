@@ -123,7 +123,7 @@ def test_noise_of_many_deviations_names_nobody(victims, options):
     """Whole multiples of a deviation's step would leave gaps, in which only a wrong candidate's noise lies."""
     task, images, labels = victims
     defense = gradveil.defense("optimal-noise", std=10.0, form="global", directions=2, **options)
-    defense.prepare(task, public=(images[:10], labels[:10]), generator=derived_generator(1))
+    defense, _ = defense.prepare(task, public=(images[:10], labels[:10]), generator=derived_generator(1))
     variance, step = defense.noise_variance(), grid_step(10.0)
     name = max(variance, key=lambda layer: variance[layer].numel())
     each = variance[name].sqrt().double().flatten() * (2.0**-24 / step)

@@ -371,7 +371,7 @@ def test_it_shares_and_aggregates(defense, tiny_task, tiny_batch):
         torch.testing.assert_close(mean[name], update[name])
     [seen] = defense.visible([update])
     assert same(seen, update)
-    assert defense.prepare(tiny_task) is tiny_task
+    assert defense.prepare(tiny_task) == (defense, tiny_task)
 
 
 @every_spec
@@ -406,7 +406,7 @@ every_data_spec = pytest.mark.parametrize(
 
 def shared(defense: Any, task: Any, batch: Any, generator: torch.Generator | None = None, local: Any = None) -> Any:
     """What a client shares in its first round, after the defense was prepared."""
-    prepared = defense.prepare(task, public=batch, generator=seeded(7))
+    defense, prepared = defense.prepare(task, public=batch, generator=seeded(7))
     return prepared, defense.share(prepared, *batch, generator=generator, memory={}, local=local)
 
 
@@ -461,7 +461,7 @@ def test_a_client_pays_for_its_own_images_only(spec, tiny_task, tiny_batch):
     """The engine hands out views of all images of a round; torch makes the tangent of such a view as large as those."""
     drawn = torch.cat([torch.zeros(50_000, 1, 6, 6, dtype=torch.float64), tiny_batch[0]])
     defense = gradveil.defense(spec)
-    prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
+    defense, prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
         sent = defense.share(prepared, drawn[-3:], tiny_batch[1], generator=seeded(), memory={})
     assert same(sent, shared(defense, tiny_task, tiny_batch, seeded())[1])
@@ -471,7 +471,7 @@ def test_a_client_pays_for_its_own_images_only(spec, tiny_task, tiny_batch):
 @every_data_spec
 def test_data_that_is_not_finite_is_refused(spec, tiny_task, tiny_batch):
     defense = gradveil.defense(spec)
-    prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
+    defense, prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
     with pytest.raises(InputError, match="inputs must be finite"):
         defense.share(prepared, tiny_batch[0] * torch.nan, tiny_batch[1], memory={})
 

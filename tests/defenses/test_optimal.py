@@ -96,7 +96,7 @@ def public(tiny_batch):
 
 def optimal(name, task, public, **parameters):
     defense = gradveil.defense(name, **parameters)
-    defense.prepare(task, public=public, generator=seeded())
+    defense, _ = defense.prepare(task, public=public, generator=seeded())
     return defense
 
 
@@ -228,8 +228,8 @@ def test_the_global_form_must_be_prepared(name, tiny_task, tiny_batch):
     with pytest.raises(InputError, match=f"{name}: the global form is not measured yet; call prepare"):
         defense.share(tiny_task, *tiny_batch)
     with pytest.raises(InputError, match="needs prepare.*public="):
-        defense.prepare(tiny_task)
-    defense.prepare(tiny_task, public=tiny_batch)
+        defense, _ = defense.prepare(tiny_task)
+    defense, _ = defense.prepare(tiny_task, public=tiny_batch)
     other = gradveil.Task(
         torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(36, 4)).double(), input_shape=(1, 6, 6), classes=4
     )

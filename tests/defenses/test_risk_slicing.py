@@ -22,7 +22,8 @@ def seeded(seed: int = 1) -> torch.Generator:
 
 def prepared(task, batch, **parameters) -> RiskSlicing:
     defense = RiskSlicing(**parameters)
-    assert defense.prepare(task, public=batch, generator=seeded()) is task
+    defense, same = defense.prepare(task, public=batch, generator=seeded())
+    assert same is task
     return defense
 
 
@@ -181,8 +182,8 @@ def test_it_must_be_prepared_for_the_model(tiny_task, tiny_batch):
     with pytest.raises(InputError, match="not cut yet"):
         defense.perturb(tiny_task.gradients(*tiny_batch))
     with pytest.raises(InputError, match="prepare needs public="):
-        defense.prepare(tiny_task)
-    defense.prepare(tiny_task, public=tiny_batch)
+        defense, _ = defense.prepare(tiny_task)
+    defense, _ = defense.prepare(tiny_task, public=tiny_batch)
     with pytest.raises(InputError, match="prepared for layers .* prepare it for this model"):
         defense.perturb({"w": torch.ones(3)})
 

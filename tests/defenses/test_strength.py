@@ -23,7 +23,7 @@ def test_the_strong_end_changes_more_than_the_weak_one(name, tiny_task, tiny_bat
         turned = defense.with_strength(defense.strength.at(position))
         assert turned.parameters.keys() == defense.parameters.keys()
         generator = torch.Generator().manual_seed(0)
-        task = turned.prepare(tiny_task, public=tiny_batch, generator=generator)
+        turned, task = turned.prepare(tiny_task, public=tiny_batch, generator=generator)
         shared = turned.share(task, *tiny_batch, generator=generator, memory={})
         powers.append(relative_power(gradients, shared))
     assert powers[1] > powers[0] + 1e-4

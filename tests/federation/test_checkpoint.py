@@ -396,15 +396,16 @@ def test_a_lost_or_exchanged_memory_is_noticed_at_once(stopped_training, tmp_pat
         run(folder, resume=True, watch=lambda record: pytest.fail(f"ran {record}"))
 
 
-@dataclasses.dataclass(repr=False)
+@dataclasses.dataclass(frozen=True, repr=False)
 class SomeNaN(StepDefense):
     """Now and then a client has nothing finite to send."""
 
     name = "some-nan"
 
-    def step(self, task, inputs, labels, *, source, memory):
-        factor = float("nan") if source.uniform(torch.empty(())) < 0.3 else 1.0
-        return {name: factor * value for name, value in task.gradients(inputs, labels).items()}
+    def step(self, client):
+        factor = float("nan") if client.source.uniform(torch.empty(())) < 0.3 else 1.0
+        gradients = client.task.gradients(client.inputs, client.targets)
+        return {name: factor * value for name, value in gradients.items()}
 
 
 def resumed_and_whole(folder, task, defense, training, stop_after):

@@ -109,11 +109,11 @@ def test_what_has_no_bound(tiny_task, tiny_batch, generator):
     )
     for spec in without:
         defense = gradveil.defense(spec)
-        defense.prepare(tiny_task, public=public, generator=generator)
+        defense, _ = defense.prepare(tiny_task, public=public, generator=generator)
         assert theory.reconstruction_bound(tiny_task, tiny_batch, defense) is None, spec
     for spec in ("gaussian-noise:std=0.1", "optimal-noise:form=global", "optimal-dp-sgd:form=global"):
         defense = gradveil.defense(spec)
-        defense.prepare(tiny_task, public=public, generator=generator)
+        defense, _ = defense.prepare(tiny_task, public=public, generator=generator)
         bound = theory.reconstruction_bound(tiny_task, tiny_batch, defense, generator=generator)
         assert 0 < bound.mse < 0.01, spec
         assert bound.values == 3 * 36

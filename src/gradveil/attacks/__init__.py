@@ -4,14 +4,17 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from gradveil.attacks.base import ATTACKS, Attack, Reconstruction, ThreatModel
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Findings, Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
 from gradveil.errors import ParameterError
 from gradveil.registry import parse_spec
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ATTACKS", "Attack", "Reconstruction", "ThreatModel", "create"]
+__all__ = ["ATTACKS", "Attack", "Findings", "Problem", "Reconstruction", "ThreatModel", "create"]
 
 
 def create(spec: str, /, **parameters: Any) -> Attack:

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
-from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import LEAST_PRIOR, NOTHING, Search, audible, match, squared_distance, squared_unit
-from gradveil.task import Task
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, match, matched_layers
+from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, text
 
 
 @ATTACKS.register("dlg")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class DLG(Attack):
     r"""Deep Leakage from Gradients: find inputs *and* soft labels whose gradient equals the shared one.
 
@@ -40,7 +40,7 @@ class DLG(Attack):
         >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
         >>> attack, generator = DLG(iterations=200, restarts=4), torch.manual_seed(0)
-        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
+        >>> found = attack.reconstruct(task, update, gradveil.ThreatModel(), generator=generator)
         >>> found.labels.tolist()
         [[2]]
     """
@@ -50,56 +50,29 @@ class DLG(Attack):
     adapts = True
     finds_labels = True
 
-    iterations: int = 300
-    restarts: int = 1
-    mute: str = NOTHING
+    iterations: int = integer(300, low=1)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
-
-    def run(
-        self,
-        task: Task,
-        targets: Targets,
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
-        images = labels.shape[1]
-        pixels = images * math.prod(task.input_shape)
+        task, victims = problem.task, problem.victims
+        shape = (problem.examples, *task.input_shape)
+        answers = (problem.examples, task.single_classes(self.name))
+        values = math.prod(shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
-            logits = candidate[pixels:].view(images, task.classes)
-            return candidate[:pixels].view(images, *task.input_shape), logits.softmax(1)
+            return candidate[:values].view(shape), candidate[values:].view(answers).softmax(1)
 
-        options: dict[str, Any] = {"generator": generator, "dtype": torch.float64, "device": task.device}
-        start = torch.stack(  # victim by victim, so that each starts where it would alone
-            [
-                torch.cat([torch.rand(pixels, **options), torch.randn(images * task.classes, **options)])
-                for _ in range(len(labels) * self.restarts)
-            ]
-        )
-        search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
-        found = match(
-            task,
-            audible(self.name, targets, self.mute),
-            labels,
-            start,
-            search,
-            distance=squared_distance,
-            unit=squared_unit,
-            least_prior=LEAST_PRIOR,
-            local=threat.local,
-            unpack=unpack,
-            progress=progress,
-        )
-        pixel_values, logits = torch.split(found.inputs, [pixels, images * task.classes], dim=1)
+        def drawn() -> Tensor:
+            options: dict[str, Any] = {"dtype": torch.float64, "device": task.device}
+            inputs = problem.modality.start(shape, problem.generator, **options)
+            return torch.cat([inputs.flatten(), torch.randn(answers, generator=problem.generator, **options).flatten()])
+
+        start = torch.stack([drawn() for _ in range(victims)])  # so that each victim starts where it would alone
+        matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
+        found = match(problem, start, LBFGS(), matching, iterations=self.iterations, unpack=unpack)
+        inputs, logits = found.inputs[:, :values], found.inputs[:, values:]
         return replace(
-            found,
-            inputs=pixel_values.reshape(len(labels), images, *task.input_shape),
-            labels=logits.reshape(len(labels), images, task.classes).argmax(2),
+            found, inputs=inputs.reshape(victims, *shape), labels=logits.reshape(victims, *answers).argmax(2)
         )

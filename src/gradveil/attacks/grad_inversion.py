@@ -1,31 +1,24 @@
 """GradInversion: several seeds that agree with each other, image priors, and batch-norm statistics if granted."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
-from gradveil.attacks.engine import Objective, Progress, adam
-from gradveil.attacks.matching import (
-    NOTHING,
-    Prior,
-    audible,
-    check_variation,
-    comparison,
-    relative_unit,
-    squared_distance,
-    victim_bytes,
-)
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.matching import NOTHING, RELATIVE, Adam, Matching, Objective, check_prior, matched_layers
+from gradveil.attacks.matching.cost import victim_bytes
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer, number, text
 from gradveil.errors import ThreatModelError
-from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 
 @ATTACKS.register("grad-inversion")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class GradInversion(Attack):
     r"""Find images whose gradient is near the shared one, from several seeds that are held together.
 
@@ -68,65 +61,40 @@ class GradInversion(Attack):
 
     adapts = True
 
-    iterations: int = 1000
-    lr: float = 0.02
-    tv: float = 1e-2
-    l2: float = 1e-4
-    group: float = 1e-2
-    seeds: int = 4
-    statistics: float = 0.1
-    mute: str = NOTHING
-
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
-        for weight in ("tv", "l2", "group", "statistics"):
-            setattr(self, weight, checks.number(self.name, weight, getattr(self, weight), low=0))
-        self.seeds = checks.integer(self.name, "seeds", self.seeds, low=1)
+    iterations: int = integer(1000, low=1)
+    lr: float = number(0.02, above=0)
+    tv: float = number(1e-2, low=0)
+    l2: float = number(1e-4, low=0)
+    group: float = number(1e-2, low=0)
+    seeds: int = integer(4, low=1)
+    statistics: float = number(0.1, low=0)
+    mute: str = text(NOTHING)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Total variation needs images; granted statistics are those of one step."""
+        """Not every kind of input has a prior; granted statistics are those of one step."""
         super().check_threat(task, threat)
-        check_variation(self.name, self.tv, task)
+        if self.tv:
+            check_prior(self.name, "tv", task)
         if threat.statistics is not None and threat.local is not None:
             raise ThreatModelError(f"{self.name}: batch-norm statistics are used for single gradients only")
 
-    def run(
-        self,
-        task: Task,
-        targets: Targets,
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Minimise the sum over the seeds, then choose the seed that matches best."""
-        parameters, images = task.parameters, labels.shape[1]
-        targets = audible(self.name, targets, self.mute)
-        updates = [seen for _, seen in targets.rounds]
-        tiny = torch.finfo(task.dtype).tiny
-
-        def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
-            scale = torch.stack([value.square().sum() for value in target.values()]).sum().clamp_min(tiny)
-            return squared_distance(gradients, target) / scale
+        task, labels, modality = problem.task, problem.labels, problem.modality
+        parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
 
         def prior(inputs: Tensor) -> Tensor:
-            return self.tv * total_variation(inputs) + self.l2 * inputs.square().mean()
+            small, unlikely = self.l2 * inputs.square().mean(), modality.prior(inputs)
+            return small if unlikely is None else self.tv * unlikely + small
 
-        def compared(images_prior: Prior | None) -> Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]:
-            stages = [seen for seen, _ in targets.rounds]
-            return comparison(
-                stages, targets, distance=relative_distance, unit=relative_unit, prior=images_prior, local=threat.local
-            )
-
-        with_prior, bare = compared(prior), compared(None)
+        matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
+        tasks = [stage for stage, _ in problem.rounds]
+        with_prior, bare = matching.cost(problem, tasks), replace(matching, prior=None).cost(problem, tasks)
 
         def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
             loss = with_prior(inputs, target, label)
             if granted and self.statistics:
-                scale = torch.stack([value.square().sum() for value in granted.values()]).sum().clamp_min(tiny)
-                loss = loss + self.statistics * squared_distance(task.statistics(parameters, inputs), granted) / scale
+                loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), granted)
             return loss
 
         def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
@@ -137,17 +105,29 @@ class GradInversion(Attack):
             cost,
             updates,
             labels,
-            threat.statistics or {},
-            execution=execution,
+            problem.threat.statistics or {},
+            execution=problem.execution,
             evaluations=self.iterations,
-            victim_bytes=len(updates) * self.seeds * victim_bytes(task, images, threat.local),
+            victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        shape = (len(labels), self.seeds, images, *task.input_shape)
-        start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-        solution = adam(objective, start, iterations=self.iterations, lr=self.lr, box=(0.0, 1.0), progress=progress)
+        solution = Adam(self.lr).minimise(
+            objective,
+            problem.start(self.seeds),
+            iterations=self.iterations,
+            project=modality.project,
+            progress=problem.progress,
+        )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
             matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
-        return Found(torch.stack(inputs), solution, objective.execution, labels)
+        return Reconstruction(
+            inputs=torch.stack(inputs),
+            labels=labels,
+            loss=solution.losses,
+            iterations=solution.iterations,
+            history=solution.history,
+            execution=objective.execution,
+            interrupted=solution.interrupted,
+        )

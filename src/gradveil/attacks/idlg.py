@@ -3,17 +3,16 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
-from gradveil.attacks.engine import Progress
-from gradveil.attacks.matching import LEAST_PRIOR, NOTHING, Search, audible, match, squared_distance, squared_unit
-from gradveil.task import Task
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, match, matched_layers
+from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, text
 
 
 @ATTACKS.register("idlg")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class IDLG(Attack):
     r"""Improved Deep Leakage from Gradients: find inputs whose gradient equals the shared one.
 
@@ -41,7 +40,7 @@ class IDLG(Attack):
         >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
         >>> update = gradveil.defense("none").share(task, image, label)
         >>> attack, generator = IDLG(iterations=100), torch.manual_seed(0)
-        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=generator)
+        >>> found = attack.reconstruct(task, update, gradveil.ThreatModel(), generator=generator)
         >>> found.labels.tolist(), bool((found.inputs[0] - image).abs().max() < 0.05)
         ([[2]], True)
     """
@@ -50,38 +49,12 @@ class IDLG(Attack):
 
     adapts = True
 
-    iterations: int = 300
-    restarts: int = 1
-    mute: str = NOTHING
+    iterations: int = integer(300, low=1)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
-
-    def run(
-        self,
-        task: Task,
-        targets: Targets,
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients."""
-        search = Search("lbfgs", self.iterations, restarts=self.restarts, execution=execution)
-        shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
-        start = torch.rand(shape, generator=generator, dtype=torch.float64, device=task.device)
-        heard = audible(self.name, targets, self.mute)
-        return match(
-            task,
-            heard,
-            labels,
-            start,
-            search,
-            distance=squared_distance,
-            unit=squared_unit,
-            least_prior=LEAST_PRIOR,
-            local=threat.local,
-            progress=progress,
-        )
+        layers = matched_layers(self.name, problem.updates, self.mute)
+        matching = Matching(layers, SQUARED, least_prior=LEAST_PRIOR)
+        return match(problem, problem.start(dtype=torch.float64), LBFGS(), matching, iterations=self.iterations)

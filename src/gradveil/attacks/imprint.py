@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
-from gradveil.attacks.base import Found
-from gradveil.attacks.engine import Solution
+from gradveil.attacks.findings import Reconstruction
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
@@ -307,11 +306,11 @@ def labels_of(task: Task, images: Tensor, weights: Tensor, decode_weight: str, d
     return matches.argmax(1)
 
 
-def recover(owner: str, task: Task, bins: Bins, count: int) -> Found:
+def recover(owner: str, task: Task, bins: Bins, count: int) -> Reconstruction:
     """The `count` best images of each victim with their labels, out of what all bins of the attack `owner` say."""
     picked = pick(bins, count)
     images = as_images(task, picked.images)
     names = locate(owner, task.parameters, DECODE, DECODE_BIAS)
     labels = torch.stack([labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)])
-    solution = Solution(images, picked.loss, torch.zeros(len(images), dtype=torch.long), False)
-    return Found(images, solution, "batch", labels, picked.certain)
+    none = torch.zeros(len(images), dtype=torch.long)
+    return Reconstruction(images, labels, picked.loss, none, certain=picked.certain, execution="batch")

@@ -5,19 +5,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, Targets, ThreatModel
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
+    COSINE,
+    LBFGS,
     NOTHING,
-    Search,
-    audible,
-    check_variation,
-    cosine_distance,
-    cosine_unit,
+    ROUNDING,
+    Adam,
+    Distance,
+    Matching,
+    check_prior,
     match,
+    matched_layers,
 )
-from gradveil.modality.image import total_variation
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import choice, integer, number, text
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
@@ -25,7 +29,7 @@ SMOOTHING = (5.0, 20.0, 80.0)
 
 
 @ATTACKS.register("inverting-gradients")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class InvertingGradients(Attack):
     r"""Find images whose gradient points where the shared one points, and that are smooth.
 
@@ -71,73 +75,49 @@ class InvertingGradients(Attack):
 
     adapts = True
 
-    iterations: int = 1000
-    optimiser: str = "adam"
-    lr: float = 0.02
-    tv: float = 1e-2
-    layer_decay: float = 1.0
-    restarts: int = 1
-    mute: str = NOTHING
+    iterations: int = integer(1000, low=1)
+    optimiser: str = choice("adam", ["adam", "lbfgs"])
+    lr: float = number(0.02, above=0)
+    tv: float = number(1e-2, low=0)
+    layer_decay: float = number(1.0, above=0)
+    restarts: int = integer(1, low=1)
+    mute: str = text(NOTHING)
 
-    def __post_init__(self) -> None:
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        checks.choice(self.name, "optimiser", self.optimiser, ["adam", "lbfgs"])
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
-        self.tv = checks.number(self.name, "tv", self.tv, low=0)
-        self.layer_decay = checks.number(self.name, "layer_decay", self.layer_decay, above=0)
-        self.restarts = checks.integer(self.name, "restarts", self.restarts, low=1)
-
-    def run(
-        self,
-        task: Task,
-        targets: Targets,
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Minimise one minus the cosine, plus the total variation."""
-        smooth = self.optimiser == "lbfgs"
-        weights = {name: self.layer_decay**place for place, name in enumerate(targets)}
-
-        def distance(gradients: Gradients, target: Gradients) -> Tensor:
-            if self.layer_decay == 1:
-                return cosine_distance(gradients, target)
-            return cosine_distance(weighted(gradients), weighted(target))
+        task, smooth = problem.task, self.optimiser == "lbfgs"
+        weights = {name: self.layer_decay**place for place, name in enumerate(problem.updates)}
 
         def weighted(gradients: Gradients) -> Gradients:
             return {name: weights[name] * value for name, value in gradients.items()}
 
-        def prior(images: Tensor) -> Tensor:
-            return self.tv * total_variation(images, rounding=1e-2 if smooth else 0.0)
+        def prior(inputs: Tensor) -> Tensor:
+            unlikely = problem.modality.prior(inputs, rounding=ROUNDING if smooth else 0.0)
+            assert unlikely is not None  # see `check_threat`
+            return self.tv * unlikely
 
-        search = Search(
-            self.optimiser,
-            self.iterations,
-            lr=self.lr,
-            restarts=self.restarts,
-            smoothing=SMOOTHING if smooth and task.has_kinks else (),
-            execution=execution,
-        )
-        shape = (len(labels) * self.restarts, labels.shape[1], *task.input_shape)
-        start = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-        if smooth:
-            start = 0.45 + 0.1 * start  # nearly grey: smooth like an image
+        distance = COSINE
+        if self.layer_decay != 1:
+            distance = Distance(lambda own, seen: COSINE.between(weighted(own), weighted(seen)), COSINE.unit)
+        layers = matched_layers(self.name, problem.updates, self.mute)
         return match(
-            task,
-            audible(self.name, targets, self.mute),
-            labels,
-            start,
-            search,
-            distance=distance,
-            unit=cosine_unit,
-            prior=prior if self.tv else None,
-            local=threat.local,
-            progress=progress,
+            problem,
+            _near_the_middle(problem) if smooth else problem.start(),
+            LBFGS() if smooth else Adam(self.lr, signed=True),
+            Matching(layers, distance, prior if self.tv else None),
+            iterations=self.iterations,
+            smoothing=SMOOTHING if smooth and task.has_kinks else (),
         )
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Total variation needs images."""
+        """Not every kind of input has a prior."""
         super().check_threat(task, threat)
-        check_variation(self.name, self.tv, task)
+        if self.tv:
+            check_prior(self.name, "tv", task)
+
+
+def _near_the_middle(problem: Problem) -> Tensor:
+    """A start near the middle of the allowed range, if there is one: images that are nearly grey are smooth."""
+    start, project = problem.start(), problem.modality.project
+    middle = (project(torch.full_like(start, -torch.inf)) + project(torch.full_like(start, torch.inf))) / 2
+    return torch.where(middle.isfinite(), 0.9 * middle + 0.1 * start, start)

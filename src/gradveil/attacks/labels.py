@@ -1,11 +1,13 @@
 """Labels from the gradient of the classifier."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradveil.errors import ThreatModelError
+from gradveil.attacks.threat import ThreatModel
+from gradveil.errors import InputError, ThreatModelError
 from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, weight_of
@@ -55,6 +57,34 @@ def check_inferable(owner: str, task: Task) -> None:
             f"{owner}: the classifier {task.classifier.weight!r} is frozen, so no update tells labels; "
             "use ThreatModel(labels='known', known_labels=...)"
         )
+
+
+def find_labels(
+    owner: str, task: Task, updates: Sequence[Update], threat: ThreatModel, *, inferred: bool
+) -> tuple[Tensor, Tensor]:
+    """The labels ``[victims, examples]`` of a problem, and where it is not clear what they are, ``[victims]``.
+
+    Args:
+        owner: who asks, for the error message.
+        task: the model and its loss.
+        updates: one per victim.
+        threat: whether they are known.
+        inferred: whether unknown ones are inferred; otherwise they are zeros.
+    """
+    clear = torch.zeros(len(updates), dtype=torch.bool)
+    if threat.known_labels is not None:
+        labels = threat.known_labels.to(task.device)
+        if labels.shape[:2] != (len(updates), threat.batch_size):
+            raise InputError(
+                f"{owner}: known_labels must have shape [{len(updates)}, {threat.batch_size}] "
+                f"(victims, batch size), got {list(labels.shape)}"
+            )
+        task.check_labels(f"{owner}: known_labels", labels.flatten(0, 1))
+        return labels, clear
+    if not inferred:
+        return torch.zeros(len(updates), threat.batch_size, dtype=torch.long, device=task.device), clear
+    guesses = [infer_labels(task, update, threat.batch_size, threat.local) for update in updates]
+    return torch.stack([guess.labels for guess in guesses]), torch.tensor([guess.ambiguous for guess in guesses])
 
 
 @torch.no_grad()

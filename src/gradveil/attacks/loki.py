@@ -5,10 +5,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.core.parameters import integer, number
 from gradveil.models.base import image_shape
 from gradveil.models.malicious import ClientImprint, Imprinted
 from gradveil.task import Task
@@ -17,7 +18,7 @@ SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.enc
 
 
 @ATTACKS.register("loki")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Loki(Attack):
     r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
 
@@ -58,9 +59,10 @@ class Loki(Attack):
         >>> task, labels = gradveil.Task(model, input_shape=(1, 16, 16), classes=10), torch.arange(40) % 10
         >>> attack, honest = Loki(clients=2, bins=64), gradveil.defense("none")
         >>> sent = attack.modify(task, public=(images[:36], labels[:36]), generator=torch.manual_seed(2))
+        >>> threat = gradveil.ThreatModel(server="active", batch_size=4)
         >>> batches = [(0, slice(36, 38)), (1, slice(38, 40))]
         >>> updates = [honest.share(attack.for_client(sent, c), images[at], labels[at]) for c, at in batches]
-        >>> found = attack.reconstruct(sent, weighted_mean(updates), ThreatModel(server="active", batch_size=4))
+        >>> found = attack.reconstruct(sent, weighted_mean(updates), threat)
         >>> found.inputs.shape
         torch.Size([1, 4, 1, 16, 16])
     """
@@ -69,16 +71,10 @@ class Loki(Attack):
     server = "active"
     finds_labels = True
 
-    clients: int = 10
-    bins: int = 512
-    drift: float = 0.1
-    lr: float = 0.01
-
-    def __post_init__(self) -> None:
-        self.clients = checks.integer(self.name, "clients", self.clients, low=1)
-        self.bins = checks.integer(self.name, "bins", self.bins, low=2)
-        self.drift = checks.number(self.name, "drift", self.drift, above=0)
-        self.lr = checks.number(self.name, "lr", self.lr, above=0)
+    clients: int = integer(10, low=1)
+    bins: int = integer(512, low=2)
+    drift: float = number(0.1, above=0)
+    lr: float = number(0.01, above=0)
 
     def modify(
         self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
@@ -134,15 +130,7 @@ class Loki(Attack):
             disagreement=torch.cat([bins.disagreement for bins in read], 1),
         )
 
-    def run(
-        self,
-        task: Task,
-        targets: dict[str, Tensor],
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Read the blocks of all clients; the best bins are the images."""
-        return imprint.recover(self.name, task, self.read(task, targets), threat.batch_size)
+        task = problem.task
+        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input
 
-from gradveil import checks
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress, Solution
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.task import Task
 from gradveil.theory.rank import Leaf, trace, why_impassable
@@ -22,7 +24,7 @@ _EDGE = 1e-15
 
 
 @ATTACKS.register("r-gap")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class RGap(Attack):
     r"""Solve for the input of each layer in turn, with linear algebra only.
 
@@ -66,10 +68,7 @@ class RGap(Attack):
     paper = "Zhu & Blaschko, ICLR 2021"
     finds_labels = True
 
-    steps: int = 1000
-
-    def __post_init__(self) -> None:
-        self.steps = checks.integer(self.name, "steps", self.steps, low=1)
+    steps: int = integer(1000, low=1)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse batches, local steps, and networks that no recursion passes."""
@@ -100,20 +99,12 @@ class RGap(Attack):
                 )
 
     @torch.no_grad()
-    def run(
-        self,
-        task: Task,
-        targets: dict[str, Tensor],
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Go through the chain backwards, all victims and all hypotheses about the classifier together."""
+        task = problem.task
         chain = _chain(task)
-        targets = {name: value.double() for name, value in targets.items()}
-        known_labels = labels[:, 0] if threat.labels == "known" else None
+        targets = {name: value.double() for name, value in problem.updates.items()}
+        known_labels = problem.labels[:, 0] if problem.threat.labels == "known" else None
         head = chain[-1]
         heads = _invert_head(task, head, targets, known_labels)
         victim, hypothesis = heads.real.nonzero(as_tuple=True)
@@ -123,8 +114,8 @@ class RGap(Attack):
         known = torch.ones_like(values, dtype=torch.bool)
         for done, leaf in enumerate(reversed(chain[:-1]), start=1):
             values, signal, known = self._pass(leaf, values, signal, known, repeated)
-            if progress:
-                progress(done, len(chain), 0.0)
+            if problem.progress:
+                problem.progress(done, len(chain), 0.0)
         images = task.denormalised(values.view(-1, *task.input_shape))
         losses = torch.full(heads.real.shape, torch.inf, dtype=torch.float64, device=values.device)
         losses[heads.real] = _distances(task.to(torch.float64), images, guesses, repeated)
@@ -133,8 +124,13 @@ class RGap(Attack):
         place[heads.real] = torch.arange(len(victim), device=place.device)
         rows = torch.arange(len(best), device=place.device)
         chosen = place[rows, best]
-        solution = Solution(images[chosen], losses[rows, best], torch.zeros(len(best), dtype=torch.long), False)
-        return Found(images[chosen][:, None], solution, "batch", guesses[chosen][:, None])
+        return Reconstruction(
+            inputs=images[chosen][:, None],
+            labels=guesses[chosen][:, None],
+            loss=losses[rows, best],
+            iterations=torch.zeros(len(best), dtype=torch.long),
+            execution="batch",
+        )
 
     def _pass(
         self, leaf: Leaf, values: Tensor, signal: Tensor, known: Tensor, gradients: dict[str, Tensor]

@@ -5,10 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack, Found, ThreatModel
-from gradveil.attacks.engine import Progress
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import integer, number
 from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
@@ -17,7 +19,7 @@ ENCODE, ENCODE_BIAS = "imprint.encode.weight", "imprint.encode.bias"
 
 
 @ATTACKS.register("robbing-the-fed")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class RobbingTheFed(Attack):
     r"""Put a linear layer in front of the model that sorts images into bins, and read each bin off its rows.
 
@@ -62,12 +64,8 @@ class RobbingTheFed(Attack):
     server = "active"
     finds_labels = True
 
-    bins: int = 128
-    signal: float = 100.0
-
-    def __post_init__(self) -> None:
-        self.bins = checks.integer(self.name, "bins", self.bins, low=2)
-        self.signal = checks.number(self.name, "signal", self.signal, above=0)
+    bins: int = integer(128, low=2)
+    signal: float = number(100.0, above=0)
 
     def modify(
         self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
@@ -102,15 +100,7 @@ class RobbingTheFed(Attack):
         shape = (victims, imprint.COPIES, rows // imprint.COPIES)
         return imprint.read(targets[weight].view(*shape, values), targets[bias].view(shape))
 
-    def run(
-        self,
-        task: Task,
-        targets: dict[str, Tensor],
-        labels: Tensor,
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress | None,
-        execution: str,
-    ) -> Found:
+    def run(self, problem: Problem) -> Reconstruction:
         """Read all bins of all victims at once; the best are the images."""
-        return imprint.recover(self.name, task, self.read(task, targets), threat.batch_size)
+        task = problem.task
+        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)

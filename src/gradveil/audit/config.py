@@ -8,6 +8,7 @@ from typing import Any
 from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
+from gradveil.audit.cases import NORMS
 from gradveil.audit.match import Price
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import LARGEST_CONFIG, command_line, read_file
@@ -15,6 +16,7 @@ from gradveil.defenses import create as create_defense
 from gradveil.errors import ParameterError
 from gradveil.federation.digests import json_digest
 from gradveil.registry import format_spec, parse_spec
+from gradveil.update import LocalSteps
 
 DEFENSES = (
     "none",
@@ -52,6 +54,16 @@ class AuditConfig:
         client_batch: images a client trains on in a round.
         lr: learning rate of that training.
         seed: everything random derives from it.
+        local_epochs: FedAvg: the clients' local passes over their examples; None: a single gradient.
+        local_batch: FedAvg: examples per local step; None: all of them.
+        local_lr: FedAvg: learning rate of the local steps.
+        observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
+            a step of `lr` along the mean update.
+        weights: safetensors file of the user's own weights; None: the initial ones.
+        norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model comes.
+        mean: the model's normalisation, one number per channel or column, with `std`; None: none.
+        std: likewise.
+        device: where everything is computed.
 
     Example:
         >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
@@ -75,12 +87,33 @@ class AuditConfig:
     client_batch: int = 16
     lr: float = 0.015
     seed: int = 0
+    local_epochs: int | None = None
+    local_batch: int | None = None
+    local_lr: float = 0.05
+    observed_rounds: int = 1
+    weights: str | None = None
+    norms: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
+        counts = ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch")
+        for name in (*counts, "observed_rounds"):
             checks.integer("audit", name, getattr(self, name), low=1)
+        if self.local_batch is not None and self.local_epochs is None:
+            raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
+        LocalSteps(self.local_epochs or 1, self.local_batch, self.local_lr)  # which checks them
+        if self.norms is not None:
+            checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
-        for name in ("dataset", "model", "labels", *(["match"] if self.match is not None else [])):
+        for name in (
+            "dataset",
+            "model",
+            "labels",
+            "device",
+            *(n for n in ("match", "weights") if getattr(self, n) is not None),
+        ):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
             specs = getattr(self, name)
@@ -106,6 +139,11 @@ class AuditConfig:
             _refuse_equal_but_for_strength(defenses)
         set_field(self, "model", format_spec(*parse_spec(self.model)))
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The clients' local steps."""
+        return None if self.local_epochs is None else LocalSteps(self.local_epochs, self.local_batch, self.local_lr)
 
     @property
     def command(self) -> str:

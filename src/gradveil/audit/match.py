@@ -13,7 +13,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import ParameterError
 from gradveil.federation import Training, train
-from gradveil.federation.local import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.metrics import relative_power
 from gradveil.randomness import derived_generator
 from gradveil.registry import suggest
@@ -196,7 +196,7 @@ class Costs:
         """Mean power and bytes of what clients share in one round."""
         seed, device = self._training.seed, self._task.device
         public, private = split_public(self._dataset.train, seed)
-        task = defense.prepare(
+        defense, task = defense.prepare(
             self._task,
             public=as_batch(self._task, self._dataset.train.batch(public)),
             generator=derived_generator(seed, "prepare", device=device),
@@ -215,7 +215,7 @@ class Costs:
                 *batch,
                 generator=derived_generator(seed, "share", number, device=device),
                 memory={},
-                public=announced,
+                announced=announced,
             )
             powers.append(relative_power(task.gradients(*batch), update))
             sizes.append(len(wire.encode(update, locations=known)) / len(batches))

@@ -33,6 +33,15 @@ SETTINGS: Schema = {
     "client_batch": kinds.whole(1),
     "lr": kinds.number(0, 1e6),
     "seed": kinds.whole(0, 2**63 - 1),
+    "local_epochs": kinds.optional(kinds.whole(1)),
+    "local_batch": kinds.optional(kinds.whole(1)),
+    "local_lr": kinds.number(0, 1e6),
+    "observed_rounds": kinds.whole(1, kinds.MOST_ITEMS),
+    "weights": kinds.optional(kinds.text()),
+    "norms": kinds.optional(kinds.choice("train", "inference")),
+    "mean": kinds.optional(kinds.listing(kinds.ANY_NUMBER, kinds.MOST_ITEMS)),
+    "std": kinds.optional(kinds.listing(kinds.AMOUNT, kinds.MOST_ITEMS)),
+    "device": kinds.text(100),
 }
 """What `AuditConfig` is made of."""
 

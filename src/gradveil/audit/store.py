@@ -66,7 +66,11 @@ def command_line(settings: Mapping[str, Any]) -> str:
         words.append("--adaptive" if settings["adaptive"] else "--plain")
     for key in SETTINGS:
         if key not in ("dataset", "model", "defenses", "attacks", "adaptive") and settings[key] is not None:
-            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+            value = settings[key]
+            words += [
+                f"--{key.replace('_', '-')}",
+                ",".join(map(str, value)) if isinstance(value, list) else str(value),
+            ]
     return shlex.join(words)
 
 

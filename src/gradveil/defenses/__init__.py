@@ -5,9 +5,12 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
-from gradveil.defenses.base import DEFENSES, Chain, Defense, ErrorFeedback, Memory, Perturbation, StepDefense, Strength
+from gradveil.core.parameters import Strength
+from gradveil.defenses.base import DEFENSES, Defense, Perturbation, Prepared, StepDefense
+from gradveil.defenses.composition import Chain, ErrorFeedback
 from gradveil.errors import ParameterError, UnknownNameError
 from gradveil.registry import parse_spec
+from gradveil.update import Memory
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
@@ -19,6 +22,7 @@ __all__ = [
     "ErrorFeedback",
     "Memory",
     "Perturbation",
+    "Prepared",
     "StepDefense",
     "Strength",
     "create",

@@ -1,24 +1,24 @@
 """Aligned Dual Gradient Pruning: all clients of a round send inside one published set of locations."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge, read_arrived
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Draws
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update, weighted_mean
+from gradveil.update import Announced, LocalSteps, Memory, ServerRound, Update
 
 
 @DEFENSES.register("aligned-dual-pruning")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class AlignedDualPruning(Perturbation):
     r"""Aligned DGP (ADGP): dual pruning inside a location set that one client publishes for the round.
 
@@ -36,7 +36,7 @@ class AlignedDualPruning(Perturbation):
     back in honest rounds). The announcement also tells the server where the publisher's largest values lie, those
     that pruning withholds included: the publisher pays for the others' download.
 
-    A client without an announcement (``public=None``) follows its own set. Ties are broken by position.
+    A client without an announcement (``announced=None``) follows its own set. Ties are broken by position.
 
     Args:
         k1: share of the largest values that every client withholds.
@@ -49,39 +49,34 @@ class AlignedDualPruning(Perturbation):
     Example:
         >>> defense = AlignedDualPruning(k1=0.2, keep=0.4)
         >>> first, second = torch.tensor([5.0, 4.0, 3.0, 2.0, 1.0]), torch.tensor([1.0, 2.0, 9.0, 4.0, 5.0])
-        >>> public = defense.publish({"w": first})
-        >>> public["w"].tolist()
+        >>> announced = defense.publish({"w": first})
+        >>> announced["w"].tolist()
         [True, True, True, True, False]
-        >>> defense.perturb({"w": second}, public=public)["w"].tolist()
+        >>> defense.perturb({"w": second}, announced=announced)["w"].tolist()
         [0.0, 2.0, 0.0, 4.0, 0.0]
     """
 
     paper = "Xue et al., AAAI 2024"
     has_adaptive_attacker = True
     announces, aggregates, adds_noise, keeps_zeros = True, True, False, True
-    strength = Strength("keep", 1.0, 1e-4, log=True)
 
-    k1: float = 0.05
-    keep: float = 0.2
+    k1: float = number(0.05, low=0, below=1)
+    keep: float = number(0.2, above=0, high=1, strength=(1.0, 1e-4), log=True)
 
-    def __post_init__(self) -> None:
-        self.k1 = checks.number(self.name, "k1", self.k1, low=0, below=1)
-        self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
-
-    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Public:
+    def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced:
         """The location set I: a mask a layer."""
         return {name: self._own_set(value.reshape(1, -1)).reshape(value.shape) for name, value in gradients.items()}
 
-    def check_public(self, public: Public | None, parameters: Mapping[str, Tensor]) -> None:
+    def check_announced(self, announced: Announced | None, parameters: Mapping[str, Tensor]) -> None:
         """Refuse a set of other layers, shapes or types, or a larger one than `publish` makes."""
-        if public is None:
+        if announced is None:
             return
-        if public.keys() != parameters.keys():
-            differing = sorted(public.keys() ^ parameters.keys())
+        if announced.keys() != parameters.keys():
+            differing = sorted(announced.keys() ^ parameters.keys())
             raise InputError(
                 f"{self.name}: expected a location set for each layer of the model, differs in {differing}"
             )
-        for name, mask in public.items():
+        for name, mask in announced.items():
             expected = parameters[name]
             if mask.dtype != torch.bool or mask.shape != expected.shape:
                 raise InputError(
@@ -92,36 +87,29 @@ class AlignedDualPruning(Perturbation):
             if marked > limit:
                 raise InputError(f"{self.name}: the set of {name!r} may mark {limit} locations, got {marked}")
 
-    def locations(self, public: Public | None) -> Public | None:
+    def locations(self, announced: Announced | None) -> Announced | None:
         """The announced set: every update and the aggregate lie in it."""
-        return public
+        return announced
 
     def perturb_layers(
-        self, layers: Mapping[str, Tensor], draws: Draws, public: Public | None = None
+        self, layers: Mapping[str, Tensor], draws: Draws, announced: Announced | None = None
     ) -> dict[str, Tensor]:
         """Each client's band inside the set."""
-        if public is None:
+        if announced is None:
             return super().perturb_layers(layers, draws)
-        return {name: self._inside(rows, public[name].flatten()) for name, rows in layers.items()}
+        return {name: self._inside(rows, announced[name].flatten()) for name, rows in layers.items()}
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Without an announcement: each client inside its own set."""
         return torch.cat([self._inside(row, self._own_set(row).flatten()) for row in torch.split(rows, 1)])
 
-    def aggregate(
-        self,
-        updates: Sequence[Update],
-        *,
-        weights: Sequence[float] | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-    ) -> Update:
+    def combine(self, received: ServerRound) -> Update:
         """The weighted mean inside the set; what a client sent outside of it is ignored."""
-        mean = weighted_mean(updates, weights)
-        self.check_public(public, mean)
-        if public is None:
+        mean, announced = received.mean(), received.announced
+        self.check_announced(announced, mean)
+        if announced is None:
             return mean
-        return Update({name: value.where(public[name], 0) for name, value in mean.items()}, mean.meta)
+        return Update({name: value.where(announced[name], 0) for name, value in mean.items()}, mean.meta)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """What arrived is the gradient. The rest is in no order: it may lie outside another client's set."""

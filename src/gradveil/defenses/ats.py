@@ -1,7 +1,7 @@
 """ATS: train on images transformed by policies that were searched for."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -9,12 +9,13 @@ from torch.func import vmap
 from torch.nn import functional as F
 
 from gradveil import checks, transforms
-from gradveil.defenses.base import DEFENSES, Batch, Defense, Memory, Public
+from gradveil.core.parameters import integer, state, text
+from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError
-from gradveil.randomness import Randomness, Source, source_of
+from gradveil.randomness import Source, source_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
+from gradveil.update import ClientRound, LocalSteps, Update
 
 SEARCH = "search"
 JOINT = "|"
@@ -23,7 +24,7 @@ POINTS = 10
 
 
 @DEFENSES.register("ats")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class ATS(Defense):
     r"""Automatic transformation search: share the gradients of transformed images.
 
@@ -71,16 +72,15 @@ class ATS(Defense):
     has_adaptive_attacker = True
     needs_preparing = True
 
-    policy: str = SEARCH
-    candidates: int = 30
-    kept: int = 3
-    samples: int = 16
-    _found: str | None = field(default=None, init=False, compare=False)
+    policy: str = text(SEARCH)
+    candidates: int = integer(30, low=2)
+    kept: int = integer(3, low=1)
+    samples: int = integer(16, low=2)
+    found: str | None = state()  # the policies, once searched for
 
-    def __post_init__(self) -> None:
-        checks.integer(self.name, "kept", self.kept, low=1)
+    def check(self) -> None:
+        """Half of the candidates are kept for their accuracy, and `kept` of those."""
         checks.integer(self.name, "candidates", self.candidates, low=2 * self.kept)
-        checks.integer(self.name, "samples", self.samples, low=2)
         if self.policy != SEARCH:
             for policy in self.policy.split(JOINT):
                 transforms.parse_policy(policy)
@@ -88,19 +88,20 @@ class ATS(Defense):
     @property
     def policies(self) -> list[str]:
         """The policies in use: those given, or those that `prepare` found."""
-        text = self._found if self.policy == SEARCH else self.policy
-        if text is None:
+        policies = self.found if self.policy == SEARCH else self.policy
+        if policies is None:
             raise InputError(f"{self.name}: no policy was searched for yet; call prepare(task, public=...) first")
-        return text.split(JOINT)
+        return policies.split(JOINT)
 
-    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """Search for policies unless they are given; the task stays as it is."""
-        if self.policy == SEARCH:
-            if public is None:
-                raise InputError(f"{self.name}: the search needs public=(images, labels), or give policy=")
-            images, labels = (part[: self.samples] for part in public)
-            self._found = JOINT.join(self.search(task, images, labels, source_of(generator)))
-        return task
+        if self.policy != SEARCH:
+            return Prepared(self, task)
+        if public is None:
+            raise InputError(f"{self.name}: the search needs public=(images, labels), or give policy=")
+        images, labels = (part[: self.samples] for part in public)
+        found = JOINT.join(self.search(task, images, labels, source_of(generator)))
+        return Prepared(replace(self, found=found), task)
 
     def search(self, task: Task, images: Tensor, labels: Tensor, source: Source) -> list[str]:
         """The `kept` best of `candidates` random policies."""
@@ -110,24 +111,13 @@ class ATS(Defense):
         noise = source.uniform(images)
         return sorted(accurate, key=lambda policy: privacy_score(task, changed[policy], labels, noise))[: self.kept]
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
+    def make_update(self, client: ClientRound) -> Update:
         """The update of the transformed images."""
-        task.check(inputs, labels)
-        source = source_of(generator)
-        used = self.transformed(inputs, source)
-        if memory is not None:
-            memory["trained_on"] = used
-        return compute_update(task, used, labels, local=local, generator=source)
+        client.task.check(client.inputs, client.targets)
+        used = self.transformed(client.inputs, client.source)
+        if client.memory is not None:
+            client.memory["trained_on"] = used
+        return replace(client, inputs=used).update()
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """The policies are known: each image found is taken back through the one that explains it best."""

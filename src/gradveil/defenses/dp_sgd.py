@@ -3,21 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from gradveil import checks
 from gradveil.accounting import PrivacySpent, privacy_spent
 from gradveil.clipping import clipped_sum
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength, check_result
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, StepDefense, check_result
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
-from gradveil.randomness import Source
 from gradveil.randomness.discrete import grid_step
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, sizes_of, step_weights
+from gradveil.update import ClientRound, LocalSteps, sizes_of, step_weights
 
 
 @DEFENSES.register("dp-sgd")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class DPSGD(StepDefense):
     r"""Clip the gradient of every example to norm `clip`, sum, add normal noise, divide by the batch size.
 
@@ -60,38 +57,33 @@ class DPSGD(StepDefense):
     """
 
     paper = "Abadi et al., CCS 2016"
-    has_adaptive_attacker = True
-    strength = Strength("noise_multiplier", 1e-3, 100.0, log=True)
+    has_adaptive_attacker, explained_by_noise = True, True
 
-    clip: float = 1.0
-    noise_multiplier: float = 1.0
-    delta: float = 1e-5
+    clip: float = number(1.0, above=0)
+    noise_multiplier: float = number(1.0, low=0, strength=(1e-3, 100.0), log=True)
+    delta: float = number(1e-5, above=0, below=1)
 
-    def __post_init__(self) -> None:
-        self.clip = checks.number(self.name, "clip", self.clip, above=0)
-        self.noise_multiplier = checks.number(self.name, "noise_multiplier", self.noise_multiplier, low=0)
-        self.delta = checks.number(self.name, "delta", self.delta, above=0, below=1)
-
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """The noisy mean of clipped gradients."""
         std = self.noise_multiplier * self.clip
-        grid = grid_step(std) if source.secure and std else None
+        grid = grid_step(std) if client.source.secure and std else None
+        total = clipped_sum(client.task, client.inputs, client.targets, self.clip, grid=grid)
         result = {
-            name: (source.add_normal(value, std) / len(inputs)).to(task.dtype)
-            for name, value in clipped_sum(task, inputs, labels, self.clip, grid=grid).items()
+            name: (client.source.add_normal(value, std) / len(client.inputs)).to(client.task.dtype)
+            for name, value in total.items()
         }
         check_result(self, result)
         return result
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips the candidate's gradient too (exact for one image), and weighs an image prior by the noise."""
-        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its images
+        """Clips the candidate's gradient too (exact for one image), and weighs a prior by the noise."""
+        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its examples
         steps = zip(step_weights(local, batch_size), sizes_of(local, batch_size), strict=True)
         return {
             "prior": Knowledge(
-                "clips candidates too, weighs an image prior by the noise",
+                "clips candidates too, weighs a prior by the noise",
                 expect=None if local else each_round(clip_to(self.clip)),
-                variance=sum((std * weight / images) ** 2 for weight, images in steps),
+                variance=sum((std * weight / count) ** 2 for weight, count in steps),
             )
         }
 

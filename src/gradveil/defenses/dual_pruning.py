@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.core.parameters import Strength, number
+from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge, read_arrived, read_ranked
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.errors import ParameterError
@@ -17,7 +17,7 @@ from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("dual-pruning")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class DualPruning(Perturbation):
     r"""Dual Gradient Pruning (DGP): zero the largest *and* the smallest values of each layer.
 
@@ -49,12 +49,11 @@ class DualPruning(Perturbation):
     has_adaptive_attacker = True
     adds_noise, keeps_zeros = False, True
 
-    k1: float = 0.05
-    k2: float = 0.75
+    k1: float = number(0.05, low=0)
+    k2: float = number(0.75, low=0)
 
-    def __post_init__(self) -> None:
-        self.k1 = checks.number(self.name, "k1", self.k1, low=0)
-        self.k2 = checks.number(self.name, "k2", self.k2, low=0)
+    def check(self) -> None:
+        """Something must be left to send."""
         if self.k1 + self.k2 >= 1:
             raise ParameterError(
                 f"{self.name}: k1 + k2 must be below 1, got {self.k1:g} + {self.k2:g} = {self.k1 + self.k2:g}"

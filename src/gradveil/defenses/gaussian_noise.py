@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.randomness import Draws
 from gradveil.task import Task
@@ -14,7 +14,7 @@ from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("gaussian-noise")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class GaussianNoise(Perturbation):
     r"""Add independent normal noise to every coordinate.
 
@@ -36,13 +36,9 @@ class GaussianNoise(Perturbation):
     """
 
     paper = "Zhu et al., NeurIPS 2019"
-    has_adaptive_attacker = True
-    strength = Strength("std", 1e-4, 10.0, log=True)
+    has_adaptive_attacker, explained_by_noise = True, True
 
-    std: float = 0.01
-
-    def __post_init__(self) -> None:
-        self.std = checks.number(self.name, "std", self.std, low=0)
+    std: float = number(0.01, low=0, strength=(1e-4, 10.0), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise."""
@@ -50,7 +46,7 @@ class GaussianNoise(Perturbation):
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Squares are the likelihood already; the noise level says how far to trust an image prior."""
-        return {"prior": Knowledge("weighs an image prior by the noise", variance=self.std**2)}
+        return {"prior": Knowledge("weighs a prior by the noise", variance=self.std**2)}
 
     def noise_variance(self) -> float | None:
         """The same everywhere."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.core.parameters import choice, number
+from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_trimmed
 from gradveil.randomness import Draws
 from gradveil.task import Task
@@ -15,7 +15,7 @@ from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("gradient-dropout")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class GradientDropout(Perturbation):
     r"""Share each coordinate with probability `keep`, scaled up, and a normal decoy otherwise.
 
@@ -49,16 +49,10 @@ class GradientDropout(Perturbation):
 
     paper = "Sotthiwat et al., Gradient Dropout"
     has_adaptive_attacker = True
-    strength = Strength("keep", 1.0, 0.01, log=True)
 
-    keep: float = 0.8
-    std: float = 5e-3
-    scale: str = "absolute"
-
-    def __post_init__(self) -> None:
-        self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
-        self.std = checks.number(self.name, "std", self.std, low=0)
-        checks.choice(self.name, "scale", self.scale, ("absolute", "layer"))
+    keep: float = number(0.8, above=0, high=1, strength=(1.0, 0.01), log=True)
+    std: float = number(5e-3, low=0)
+    scale: str = choice("absolute", ("absolute", "layer"))
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Draw the mask, and decoys where it says so."""

@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation, Strength
-from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge
 from gradveil.randomness import Draws
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("laplace-noise")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class LaplaceNoise(Perturbation):
     r"""Add independent Laplace noise to every coordinate.
 
@@ -36,13 +36,9 @@ class LaplaceNoise(Perturbation):
     """
 
     paper = "Zhu et al., NeurIPS 2019"
-    has_adaptive_attacker = True
-    strength = Strength("std", 1e-4, 10.0, log=True)
+    has_adaptive_attacker, explained_by_noise = True, True
 
-    std: float = 0.01
-
-    def __post_init__(self) -> None:
-        self.std = checks.number(self.name, "std", self.std, low=0)
+    std: float = number(0.01, low=0, strength=(1e-4, 10.0), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Add the noise."""
@@ -62,14 +58,14 @@ class LaplaceNoise(Perturbation):
             return NOTHING_TO_KNOW
         size = self.std / 2**0.5
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             misfit = {name: expected[name] - value for name, value in update.items()}
-            return Reading(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
+            return Evidence(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
 
         # Minus the log-likelihood is |r| / s, where that of normal noise is r^2 / (2 variance): s |r| is s^2 times the
         # one, as r^2 is 2 variance times the other.
-        absolute = Knowledge("adds up absolute values, weighs an image prior", read=read, variance=size**2 / 2)
+        absolute = Knowledge("adds up absolute values, weighs a prior", read=read, variance=size**2 / 2)
         return {
-            "prior": Knowledge("weighs an image prior by the noise", variance=self.std**2),
+            "prior": Knowledge("weighs a prior by the noise", variance=self.std**2),
             "absolute": absolute,
         }

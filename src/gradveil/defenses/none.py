@@ -13,7 +13,7 @@ from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("none")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class NoDefense(Perturbation):
     """Share the update as it is; every figure of a defense is read against this one.
 
@@ -24,7 +24,7 @@ class NoDefense(Perturbation):
     """
 
     paper = "-"
-    has_adaptive_attacker = True
+    has_adaptive_attacker, explained_by_noise = True, True
     adds_noise, keeps_zeros = False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:

@@ -7,17 +7,18 @@ against its squared gradient g_i^2, which feeds the utility.
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import Batch, Memory, Public, StepDefense, check_gradients, check_result
+from gradveil.core.tensors import Tensors
+from gradveil.defenses.base import Batch, Prepared, StepDefense, check_result, checked_gradients
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import Randomness, Source, derived_generator, source_of
+from gradveil.randomness import Source, derived_generator, source_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, sizes_of, squared_weight_of
+from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, squared_weight_of
 
 FORMS = ("local", "global")
 SMALLEST_GRADIENT = 1e-6
@@ -26,6 +27,13 @@ SMALLEST_GRADIENT = 1e-6
 
 GUESSES = 10
 """Random images from which an attacker guesses where the local form puts its noise."""
+
+
+class Measured(NamedTuple):
+    """The global form's means over public examples: E s^2 and E g^2 of every coordinate."""
+
+    sensitivity: Tensors
+    weight: Tensors
 
 
 class SensitivityDriven(StepDefense):
@@ -37,26 +45,26 @@ class SensitivityDriven(StepDefense):
 
     Under FedAvg it acts in every local step; with ``every`` above 1 the sensitivity is that of the first step.
 
-    Subclasses are dataclasses with the parameters below and write `defend`.
+    Subclasses declare the parameters below and write `defend`.
     """
 
     directions: int
     form: str
     every: int
     layerwise: bool
+    measured: Measured | None  # the global form's, once prepared
 
-    def check_shared(self) -> None:
-        """Check the parameters that all of them have."""
-        self.directions = checks.integer(self.name, "directions", self.directions, low=1)
-        checks.choice(self.name, "form", self.form, FORMS)
-        self.every = checks.integer(self.name, "every", self.every, low=1)
-        self.layerwise = checks.flag(self.name, "layerwise", self.layerwise)
+    def check(self) -> None:
+        """The global form measures once."""
         if self.form == "global" and self.every > 1:
             raise ParameterError(
                 f"{self.name}: every must be 1 in the global form, which measures once in prepare, got {self.every}"
             )
-        self.needs_preparing = self.form == "global"
-        self.measured: tuple[Gradients, Gradients] | None = None  # the global form's E s^2 and E g^2, once prepared
+
+    @property
+    def needs_preparing(self) -> bool:  # type: ignore[override]
+        """The global form does."""
+        return self.form == "global"
 
     @property
     @abstractmethod
@@ -64,7 +72,9 @@ class SensitivityDriven(StepDefense):
         """Whether the parameters make it the identity."""
 
     @abstractmethod
-    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
+    def defend(
+        self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
+    ) -> Gradients:
         """The defended gradients of one step.
 
         Args:
@@ -78,10 +88,10 @@ class SensitivityDriven(StepDefense):
         """The gradients as they are before the noise; a coordinate that is changed here does not react to inputs."""
         return gradients
 
-    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """In the global form: measure on the public examples, one at a time."""
         if self.form == "local":
-            return task
+            return Prepared(self, task)
         if public is None:
             raise InputError(f"{self.name}: the global form needs prepare(task, public=(inputs, labels))")
         source = source_of(generator)
@@ -94,43 +104,35 @@ class SensitivityDriven(StepDefense):
             for name, value in task.sensitivity(*batch, self.directions, generator=source).items():
                 sensitivity[name] += value * (clipped[name] == gradients[name]) / len(public[0])
                 weight[name] += clipped[name].square() / len(public[0])
-        self.measured = sensitivity, weight
-        return task
+        measured = Measured(Tensors(sensitivity), Tensors(weight))
+        return Prepared(type(self)(**{**self.parameters, "measured": measured}), task)
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
+    def make_update(self, client: ClientRound) -> Update:
         """Compute the client's update from defended steps."""
         if self.form == "global":
-            self._check_prepared(task)
+            self._check_prepared(client.task)
         if self.every > 1:
-            if memory is None:
+            if client.memory is None:
                 raise InputError(
                     f"{self.name}: every={self.every} needs memory=, a mapping that is the client's own and lives "
                     "through all rounds"
                 )
-            _start_round(memory, self.every)
-        return super().share(task, inputs, labels, generator=generator, memory=memory, public=public, local=local)
+            _start_round(client.memory, self.every)
+        return super().make_update(client)
 
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """Measure the sensitivity, or recall it, and defend."""
-        gradients = task.gradients(inputs, labels)
-        check_gradients(self.name, gradients)
+        task, source, memory = client.task, client.source, client.memory
+        batch = client.inputs, client.targets
+        gradients = task.gradients(*batch)
+        checked_gradients(self.name, gradients)
         if self.idle:
             return gradients
         if self.measured is not None:
             return self.defend(gradients, *self.measured, source)
         sensitivity = None if self.every == 1 else _recall(memory, gradients)
         if sensitivity is None:
-            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=source)
+            sensitivity = task.sensitivity(*batch, self.directions, generator=source)
             if self.every > 1:
                 _remember(memory, sensitivity)
         weight = {name: value.square() for name, value in gradients.items()}
@@ -165,7 +167,7 @@ class SensitivityNoise(SensitivityDriven):
         typical = typical_variance(variance)  # 0: it only clips
         expect = None if local else each_round(self.clipped)
         weighted = Knowledge(
-            "trusts each coordinate by the noise it should have, weighs an image prior",
+            "trusts each coordinate by the noise it should have, weighs a prior",
             expect=expect,
             read=read_weighted(variance) if typical else None,
             variance=typical,
@@ -173,7 +175,7 @@ class SensitivityNoise(SensitivityDriven):
         if self.form == "global" or not typical:
             return {"weighted": weighted}
         mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
-        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
+        prior = Knowledge("weighs a prior by the mean noise", expect=expect, variance=mean)
         return {"prior": prior, "weighted": weighted}
 
     def checked(self, noisy: Gradients) -> Gradients:
@@ -186,15 +188,15 @@ class SensitivityNoise(SensitivityDriven):
         """The noise variance of each coordinate, from its s^2 and g^2."""
 
     def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
-        """The variance in use: known in the global form; in the local one that of random images, averaged."""
+        """The variance in use: known in the global form; in the local one that of random inputs, averaged."""
         if self.measured is not None:
             return self.variance(*self.measured)
         generator = derived_generator(0, "guessed variance", device=task.device)
         total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for _ in range(GUESSES):
             shape = (batch_size, *task.input_shape)
-            inputs = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-            labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
+            inputs = task.modality.start(shape, generator, dtype=task.dtype, device=task.device)
+            labels = task.random_labels(batch_size, generator)
             weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
             sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
             for name, value in self.variance(sensitivity, weight).items():

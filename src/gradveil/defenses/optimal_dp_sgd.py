@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Strength
-from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
+from gradveil.core.parameters import choice, flag, integer, number, state
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.optimal import FORMS, Measured, SensitivityNoise, add_noise, optimal_variance
 from gradveil.randomness import Source
 from gradveil.task import Gradients
 
 
 @DEFENSES.register("optimal-dp-sgd")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class OptimalDpSgd(SensitivityNoise):
     r"""Clip each coordinate, add optimal noise where nothing was clipped; carries **no (epsilon, delta)**.
 
@@ -60,22 +60,15 @@ class OptimalDpSgd(SensitivityNoise):
         "in spite of the name no differential privacy, so there is no (epsilon, delta): it clips coordinates, not "
         "examples, and its noise depends on the data."
     )
-    strength = Strength("std", 1e-4, 10.0, log=True)
 
-    clip: float = 1.0
-    std: float = 0.1
-    directions: int = 10
-    form: str = "local"
-    cap: float | None = 100.0
-    every: int = 1
-    layerwise: bool = False
-
-    def __post_init__(self) -> None:
-        self.clip = checks.number(self.name, "clip", self.clip, above=0)
-        self.std = checks.number(self.name, "std", self.std, low=0)
-        if self.cap is not None:
-            self.cap = checks.number(self.name, "cap", self.cap, low=1)
-        self.check_shared()
+    clip: float = number(1.0, above=0)
+    std: float = number(0.1, low=0, strength=(1e-4, 10.0), log=True)
+    directions: int = integer(10, low=1)
+    form: str = choice("local", FORMS)
+    cap: float | None = number(100.0, low=1, optional=True)
+    every: int = integer(1, low=1)
+    layerwise: bool = flag(False)
+    measured: Measured | None = state()
 
     @property
     def idle(self) -> bool:
@@ -86,7 +79,9 @@ class OptimalDpSgd(SensitivityNoise):
         """Each coordinate in [-clip, clip]."""
         return {name: value.clamp(-self.clip, self.clip) for name, value in gradients.items()}
 
-    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
+    def defend(
+        self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
+    ) -> Gradients:
         """Clip, and add noise to what was not clipped."""
         clipped = self.clipped(gradients)
         if self.std == 0:
@@ -102,7 +97,9 @@ class OptimalDpSgd(SensitivityNoise):
 
     def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
         """The noise variance of each coordinate that was not clipped, from its s^2 and g^2."""
-        return self._variance(dict(sensitivity), dict(weight), None)
+        return self._variance(sensitivity, weight, None)
 
-    def _variance(self, sensitivity: Gradients, weight: Gradients, where: Gradients | None) -> Gradients:
+    def _variance(
+        self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], where: Gradients | None
+    ) -> Gradients:
         return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise, where=where)

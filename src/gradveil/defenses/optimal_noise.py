@@ -5,15 +5,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Strength
-from gradveil.defenses.optimal import SensitivityNoise, add_noise, optimal_variance
+from gradveil.core.parameters import choice, flag, integer, number, state
+from gradveil.defenses.base import DEFENSES
+from gradveil.defenses.optimal import FORMS, Measured, SensitivityNoise, add_noise, optimal_variance
 from gradveil.randomness import Source
 from gradveil.task import Gradients
 
 
 @DEFENSES.register("optimal-noise")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class OptimalNoise(SensitivityNoise):
     r"""Normal noise whose variance follows sensitivity over gradient.
 
@@ -60,20 +60,14 @@ class OptimalNoise(SensitivityNoise):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
-    strength = Strength("std", 1e-4, 10.0, log=True)
 
-    std: float = 0.1
-    directions: int = 10
-    form: str = "local"
-    cap: float | None = 100.0
-    every: int = 1
-    layerwise: bool = False
-
-    def __post_init__(self) -> None:
-        self.std = checks.number(self.name, "std", self.std, low=0)
-        if self.cap is not None:
-            self.cap = checks.number(self.name, "cap", self.cap, low=1)
-        self.check_shared()
+    std: float = number(0.1, low=0, strength=(1e-4, 10.0), log=True)
+    directions: int = integer(10, low=1)
+    form: str = choice("local", FORMS)
+    cap: float | None = number(100.0, low=1, optional=True)
+    every: int = integer(1, low=1)
+    layerwise: bool = flag(False)
+    measured: Measured | None = state()
 
     @property
     def idle(self) -> bool:
@@ -84,7 +78,9 @@ class OptimalNoise(SensitivityNoise):
         """The noise variance of each coordinate, from its s^2 and g^2."""
         return optimal_variance(sensitivity, weight, std=self.std, cap=self.cap, layerwise=self.layerwise)
 
-    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
+    def defend(
+        self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
+    ) -> Gradients:
         """Add the noise."""
         return self.checked(add_noise(gradients, self.variance(sensitivity, weight), self.std, source))
 

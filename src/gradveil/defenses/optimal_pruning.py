@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Strength
+from gradveil.core.parameters import choice, flag, integer, number, state
+from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_arrived
-from gradveil.defenses.optimal import SensitivityDriven
+from gradveil.defenses.optimal import FORMS, Measured, SensitivityDriven
 from gradveil.defenses.selection import share_of
 from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
@@ -18,7 +18,7 @@ from gradveil.update import LocalSteps, steps_of
 
 
 @DEFENSES.register("optimal-pruning")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class OptimalPruning(SensitivityDriven):
     r"""Zero the share of the coordinates with the largest sensitivity over gradient.
 
@@ -55,17 +55,13 @@ class OptimalPruning(SensitivityDriven):
 
     paper = "Chen et al., Optimal Defenses, 2024"
     has_adaptive_attacker = True
-    strength = Strength("rate", 0.0, 1.0)
 
-    rate: float = 0.8
-    directions: int = 10
-    form: str = "local"
-    every: int = 1
-    layerwise: bool = False
-
-    def __post_init__(self) -> None:
-        self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
-        self.check_shared()
+    rate: float = number(0.8, low=0, high=1, strength=(0.0, 1.0))
+    directions: int = integer(10, low=1)
+    form: str = choice("local", FORMS)
+    every: int = integer(1, low=1)
+    layerwise: bool = flag(False)
+    measured: Measured | None = state()
 
     @property
     def idle(self) -> bool:
@@ -83,7 +79,9 @@ class OptimalPruning(SensitivityDriven):
             return {}
         return {"arrived": Knowledge("matches what arrived", read=read_arrived)}
 
-    def defend(self, gradients: Gradients, sensitivity: Gradients, weight: Gradients, source: Source) -> Gradients:
+    def defend(
+        self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
+    ) -> Gradients:
         """Zero what leaks most for its use."""
         # Squares rank like roots.
         scores = {

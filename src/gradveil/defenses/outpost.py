@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Defense, Memory, Public, Strength, check_result
-from gradveil.defenses.knowledge import Knowledge, Reading, read_ranked
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, Defense, check_result
+from gradveil.defenses.knowledge import Evidence, Knowledge, read_ranked
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
-from gradveil.randomness import Randomness, Source, source_of
+from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update
+from gradveil.update import ClientRound, LocalSteps, Update
 
 
 @DEFENSES.register("outpost")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Outpost(Defense):
     r"""In a falling share of the rounds, add noise where Fisher information is large, then prune.
 
@@ -60,44 +60,27 @@ class Outpost(Defense):
 
     paper = "Wang et al., INFOCOM 2023"
     has_adaptive_attacker = True
-    strength = Strength("scale", 1e-3, 100.0, log=True)
 
-    scale: float = 0.8
-    noised: float = 0.4
-    pruned: float = 0.8
-    decay: float = 0.1
+    scale: float = number(0.8, low=0, strength=(1e-3, 100.0), log=True)
+    noised: float = number(0.4, low=0, high=1)
+    pruned: float = number(0.8, low=0, below=1)
+    decay: float = number(0.1, low=0)
 
-    def __post_init__(self) -> None:
-        self.scale = checks.number(self.name, "scale", self.scale, low=0)
-        self.noised = checks.number(self.name, "noised", self.noised, low=0, high=1)
-        self.pruned = checks.number(self.name, "pruned", self.pruned, low=0, below=1)
-        self.decay = checks.number(self.name, "decay", self.decay, low=0)
-
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
+    def make_update(self, client: ClientRound) -> Update:
         """The update, perturbed if this round's draw says so."""
+        memory, source = client.memory, client.source
         if memory is None:
             raise InputError(
                 f"{self.name}: needs memory=, a mapping that is the client's own and lives through all rounds, "
                 "to count them"
             )
-        source = source_of(generator)
-        update = compute_update(task, inputs, labels, local=local, generator=source)
+        update = client.update()
         rounds = int(memory.get("rounds", torch.tensor(0)))
         memory["rounds"] = torch.tensor(rounds + 1)
-        draw = float(source.uniform(inputs.new_empty((), dtype=torch.float32)))
+        draw = float(source.uniform(client.inputs.new_empty((), dtype=torch.float32)))
         if draw >= 1 / (1 + self.decay * rounds):
             return update
-        weights = task.parameters
+        weights = client.task.parameters
         result = {name: self._perturbed(value, weights[name], source) for name, value in update.items()}
         check_result(self, result)
         return Update(result, update.meta)
@@ -114,7 +97,7 @@ class Outpost(Defense):
                 [(v != 0).sum() <= share_of(1 - self.pruned, v.numel(), math.ceil) for v in update.values()]
             ).all()
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             ranked = ordered(expected, update)
             assert ranked.weights is not None
             assert ranked.allowed is not None
@@ -125,13 +108,13 @@ class Outpost(Defense):
                 trust = min(100.0, (typical / stds[name]) ** 2) if stds[name] else 100.0 if typical else 1.0
                 weights[name] = torch.where(honest, 1.0, trust * ranked.weights[name])
                 allowed[name] = torch.where(honest, expected[name], ranked.allowed[name])
-            return Reading(update, weights, allowed)
+            return Evidence(update, weights, allowed)
 
         def variance(update: Gradients) -> Tensor:
             return typical**2 * defended(update)
 
         ordered = read_ranked(withheld_top=False)
-        summary = "matches what arrived, weighs an image prior by the noise; an honest round is matched exactly"
+        summary = "matches what arrived, weighs a prior by the noise; an honest round is matched exactly"
         return {"arrived": Knowledge(summary, read=read, variance=variance)}
 
     def _perturbed(self, gradient: Tensor, weights: Tensor, source: Source) -> Tensor:

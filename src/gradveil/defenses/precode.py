@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Batch, Memory, StepDefense
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import DEFENSES, Batch, Prepared, StepDefense
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.errors import InputError
 from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps
+from gradveil.task.model import watched
+from gradveil.update import ClientRound, LocalSteps
 
 
 @DEFENSES.register("precode")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Precode(StepDefense):
     r"""Train **another model**: the given one with a variational bottleneck before its classifier.
 
@@ -48,7 +49,7 @@ class Precode(StepDefense):
         >>> import gradveil
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
         >>> task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
-        >>> list(Precode(width=2).prepare(task).parameters)[:3]
+        >>> list(Precode(width=2).prepare(task).task.parameters)[:3]
         ['1.0.encoder.weight', '1.0.encoder.bias', '1.0.decoder.weight']
     """
 
@@ -56,38 +57,37 @@ class Precode(StepDefense):
     has_adaptive_attacker = True
     needs_preparing = True
 
-    width: int = 256
-    beta: float = 1e-3
+    width: int = integer(256, low=1)
+    beta: float = number(1e-3, low=0)
 
-    def __post_init__(self) -> None:
-        self.width = checks.integer(self.name, "width", self.width, low=1)
-        self.beta = checks.number(self.name, "beta", self.beta, low=0)
-
-    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """The task of the extended model, at the given weights and new ones for the bottleneck."""
-        return VariationalTask.extend(task, self.width, self.beta, generator or fresh_generator(task.device))
+        randomness = generator or fresh_generator(task.device)
+        return Prepared(self, VariationalTask.extend(task, self.width, self.beta, randomness))
 
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """The gradients of the extended model, with fresh noise."""
+        task = self._extended(client.task)
+        return task.with_noise(len(client.inputs), client.source).gradients(client.inputs, client.targets)
+
+    def _extended(self, task: Task) -> "VariationalTask":
         if not isinstance(task, VariationalTask):
             raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
-        return task.with_noise(len(inputs), source).gradients(inputs, labels)
+        return task
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """The bottleneck tells its own noise: of one image, its linear layers' gradients give what went in and out.
 
         A batch mixes them. There, the bottleneck and the classifier are left out of the matching.
         """
-        if not isinstance(task, VariationalTask):
-            raise InputError(f"{self.name}: the model has no bottleneck yet; call prepare and use the task it returns")
+        behind = self._extended(task).place.rpartition(".")[0]
         if batch_size == 1 and local is None:
             return {
                 "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_its_noise)
             }
-        behind = task.place.rpartition(".")[0]
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
-            return Reading(
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
+            return Evidence(
                 update, {n: torch.full_like(v, not f".{n}".startswith(f".{behind}.")) for n, v in update.items()}
             )
 
@@ -158,24 +158,22 @@ class VariationalTask(Task):
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
-    def with_noise(self, images: int, source: Source) -> "VariationalTask":
-        """The same task with fresh noise for each of `images` images."""
+    def with_noise(self, examples: int, source: Source) -> "VariationalTask":
+        """The same task with fresh noise for each of `examples` examples."""
         name = f"{self.place}.noise"
-        noise = source.normal(self.buffers[name].expand(images, -1))
+        noise = source.normal(self.buffers[name].expand(examples, -1))
         other = self.with_parameters(self.parameters, {name: noise})
         assert isinstance(other, VariationalTask)
         return other
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck values."""
-        moments: list[Tensor] = []
-        encoder = self._stateless.get_submodule(f"{self.place}.encoder")
-        handle = encoder.register_forward_hook(lambda _module, _args, output: moments.append(output))
-        try:
+        moments: dict[str, Tensor] = {}
+        encoder = f"{self.place}.encoder"
+        modules = {encoder: self._functional.stateless.get_submodule(encoder)}
+        with watched(modules, moments.__setitem__, outputs=True):
             loss = super().loss(parameters, inputs, labels)
-        finally:
-            handle.remove()
-        return loss + self.beta * divergence(moments[-1])
+        return loss + self.beta * divergence(moments[encoder])
 
 
 def divergence(moments: Tensor) -> Tensor:

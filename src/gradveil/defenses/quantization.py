@@ -6,18 +6,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, Perturbation, Public, Strength
-from gradveil.defenses.knowledge import Knowledge, Reading
-from gradveil.randomness import Draws, Randomness
+from gradveil.core.parameters import choice, integer
+from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.knowledge import Evidence, Knowledge
+from gradveil.randomness import Draws
 from gradveil.task import Gradients, Task
-from gradveil.update import MAX_BITS, Grid, LocalSteps, Update
+from gradveil.update import MAX_BITS, ClientState, Grid, LocalSteps, Update
 
 ROUNDINGS = ("nearest", "stochastic")
 
 
 @DEFENSES.register("quantization")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Quantization(Perturbation):
     r"""Round every value to one of 2^bits evenly spaced ones between its layer's smallest and largest.
 
@@ -45,14 +45,10 @@ class Quantization(Perturbation):
     paper = "Reisizadeh et al., AISTATS 2020"
     has_adaptive_attacker = True
     adds_noise = False
-    strength = Strength("bits", 16, 1, whole=True)
+    batches_clients = False  # the grids are those of one client
 
-    bits: int = 8
-    rounding: str = "nearest"
-
-    def __post_init__(self) -> None:
-        self.bits = checks.integer(self.name, "bits", self.bits, low=1, high=MAX_BITS)
-        checks.choice(self.name, "rounding", self.rounding, ROUNDINGS)
+    bits: int = integer(8, low=1, high=MAX_BITS, strength=(16, 1))
+    rounding: str = choice("nearest", ROUNDINGS)
 
     def grid(self, values: Tensor) -> Grid:
         """The grid of one layer's values, of which there is at least one."""
@@ -73,16 +69,9 @@ class Quantization(Perturbation):
         codes = places.round() if uniform is None else (places + uniform).floor()
         return grid.values(codes.clamp(0, 2**self.bits - 1).long(), row.dtype)
 
-    def perturb(
-        self,
-        gradients: Mapping[str, Tensor],
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-    ) -> Update:
+    def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
         """The rounded gradients, with their grids in `meta`."""
-        update = super().perturb(gradients, generator=generator, memory=memory)
+        update = super().perturb_gradients(gradients, client)
         update.meta.grids = {name: self.grid(value) for name, value in gradients.items() if value.numel()}
         return update
 
@@ -95,14 +84,14 @@ class Quantization(Perturbation):
         cells = 2**self.bits - 1
         reach = 0.5 if self.rounding == "nearest" else 1.0
 
-        def within(share: float) -> Callable[[Gradients, Gradients], Reading]:
-            def read(expected: Gradients, update: Gradients) -> Reading:
+        def within(share: float) -> Callable[[Gradients, Gradients], Evidence]:
+            def read(expected: Gradients, update: Gradients) -> Evidence:
                 values = {}
                 for name, value in update.items():
                     # The layer's smallest and largest value are on the grid, so what was sent tells the step.
                     room = share * reach * (value.amax() - value.amin()) / cells if value.numel() else 0.0
                     values[name] = expected[name].maximum(value - room).minimum(value + room)
-                return Reading(values)
+                return Evidence(values)
 
             return read
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength, check_gradients
+from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import DEFENSES, StepDefense, checked_gradients
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.denoising import denoise, noise_deviation
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
 from gradveil.randomness import Source
 from gradveil.task import Gradients, Task, differentiate_by_autograd
-from gradveil.update import LocalSteps
+from gradveil.update import ClientRound, LocalSteps, Memory
 
 STEP = 0.01
 """Mean length of a step of the robust data, the root mean square over an image's values."""
@@ -31,7 +31,7 @@ _WARM = "refined/"
 
 
 @DEFENSES.register("refiner")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Refiner(StepDefense):
     r"""Share the gradient of robust data, which looks like noise and whose gradient is near the client's own.
 
@@ -98,36 +98,29 @@ class Refiner(StepDefense):
 
     paper = "Fan et al., USENIX Security 2025"
     has_adaptive_attacker = True
-    strength = Strength("epsilon", 1e-3, 100.0, log=True)
 
-    epsilon: float = 0.1
-    blend: float = 0.5
-    balance: float = 1.0
-    iterations: int = 10
-    decay: float = 0.95
+    epsilon: float = number(0.1, low=0, strength=(1e-3, 100.0), log=True)
+    blend: float = number(0.5, low=0, high=1)
+    balance: float = number(1.0, low=0)
+    iterations: int = integer(10, low=1)
+    decay: float = number(0.95, above=0, high=1)
 
-    def __post_init__(self) -> None:
-        self.epsilon = checks.number(self.name, "epsilon", self.epsilon, low=0)
-        self.blend = checks.number(self.name, "blend", self.blend, low=0, high=1)
-        self.balance = checks.number(self.name, "balance", self.balance, low=0)
-        self.iterations = checks.integer(self.name, "iterations", self.iterations, low=1)
-        self.decay = checks.number(self.name, "decay", self.decay, above=0, high=1)
-
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """The gradient of robust data, projected to within `epsilon` of the client's own."""
+        task, inputs, labels = client.task, client.inputs, client.targets
         if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
             raise InputError(
                 f"refiner: the evaluation network sees images of 1 or 3 channels, the inputs have shape "
                 f"{list(task.input_shape)}; use a defense that needs only gradients"
             )
         own = task.gradients(inputs, labels)
-        check_gradients(self.name, own)
+        checked_gradients(self.name, own)
         if self.epsilon == 0:
             return own
-        start, warm = self._start(inputs, labels, source, memory)
+        start, warm = self._start(inputs, labels, client.source, client.memory)
         robust = self.refine(task, own, labels, start, -(-self.iterations // 2) if warm else self.iterations)
-        if memory is not None:
-            _remember(memory, inputs, labels, robust)
+        if client.memory is not None:
+            _remember(client.memory, inputs, labels, robust)
         return project(own, task.gradients(robust, labels), self.epsilon)
 
     def refine(self, task: Task, own: Gradients, labels: Tensor, start: Tensor, iterations: int) -> Tensor:

@@ -3,31 +3,22 @@
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from gradveil import checks
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
-from gradveil.defenses.base import (
-    DEFENSES,
-    Batch,
-    Defense,
-    Memory,
-    Public,
-    Strength,
-    check_gradients,
-    check_result,
-    meta_of,
-)
-from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
+from gradveil.core.parameters import flag, integer, number, state
+from gradveil.core.tensors import Tensors
+from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared, check_result, checked_gradients, meta_of
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, Update, compute_update, weighted_mean
+from gradveil.update import ClientRound, ClientState, LocalSteps, ServerRound, Update
 
 MOST_BLOCKS = 4096
 """Into how many blocks of equal size a model is cut at most; the greatest common divisor alone may ask for millions."""
@@ -36,7 +27,7 @@ DIRECTIONS = 10
 
 
 @DEFENSES.register("risk-slicing")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class RiskSlicing(Defense):
     r"""Noise on a few random slices of the gradient, all slices being equally risky; the server removes what it can.
 
@@ -79,7 +70,7 @@ class RiskSlicing(Defense):
         >>> task = Task(model, input_shape=(1, 4, 4), classes=3)
         >>> root = torch.rand(5, 1, 4, 4, generator=torch.manual_seed(0)), torch.tensor([0, 1, 2, 0, 1])
         >>> defense = RiskSlicing(slices=10, ratio=0.3, std=0.1)
-        >>> task = defense.prepare(task, public=root, generator=torch.manual_seed(0))
+        >>> defense, task = defense.prepare(task, public=root, generator=torch.manual_seed(0))
         >>> clean, sent = task.gradients(*root), defense.share(task, *root)
         >>> share = sum(int(((clean[n] - sent[n]).abs() > 1e-6).sum()) for n in sent) / task.size
         >>> bool(0.2 < share < 0.4)
@@ -89,25 +80,19 @@ class RiskSlicing(Defense):
     paper = "Risk-sliced perturbation with global compensation"
     has_adaptive_attacker = True
     needs_preparing, aggregates = True, True
-    strength = Strength("std", 1e-4, 10.0, log=True)
 
-    slices: int = 10
-    ratio: float = 0.2
-    std: float = 0.1
-    clip: float | None = None
-    compensate: bool = True
-    aspect: float = ASPECT
+    slices: int = integer(10, low=1)
+    ratio: float = number(0.2, above=0, high=1)
+    std: float = number(0.1, low=0, strength=(1e-4, 10.0), log=True)
+    clip: float | None = number(None, above=0)
+    compensate: bool = flag(True)
+    aspect: float = number(ASPECT, low=1)
+    slice_of: Tensors | None = state()  # the slice of every coordinate, once prepared
 
-    def __post_init__(self) -> None:
-        self.slices = checks.integer(self.name, "slices", self.slices, low=1)
-        self.ratio = checks.number(self.name, "ratio", self.ratio, above=0, high=1)
-        self.std = checks.number(self.name, "std", self.std, low=0)
-        if self.clip is not None:
-            self.clip = checks.number(self.name, "clip", self.clip, above=0)
-        self.compensate = checks.flag(self.name, "compensate", self.compensate)
-        self.aspect = checks.number(self.name, "aspect", self.aspect, low=1)
-        self.gradient_only = self.clip is None
-        self.slice_of: dict[str, Tensor] | None = None  # the slice of every coordinate, once prepared
+    @property
+    def gradient_only(self) -> bool:  # type: ignore[override]
+        """Clipping needs each example's gradient."""
+        return self.clip is None
 
     @property
     def noisy_slices(self) -> int:
@@ -119,60 +104,33 @@ class RiskSlicing(Defense):
         """Standard deviation of the noise in gradient units."""
         return self.std if self.clip is None else self.std * self.clip
 
-    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """Measure the layers' risk on the public set and cut the slices."""
         if public is None:
             raise InputError(f"{self.name}: prepare needs public=(inputs, labels), about 100 examples nobody must hide")
         risks = layer_risks(task, *public, directions=DIRECTIONS, generator=generator)
-        self.slice_of = cut_slices(task.parameters, risks, self.slices)
-        return task
+        slices = cut_slices(task.parameters, risks, self.slices)
+        return Prepared(replace(self, slice_of=Tensors(slices)), task)
 
-    def share(
-        self,
-        task: Task,
-        inputs: Tensor,
-        labels: Tensor,
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-        local: LocalSteps | None = None,
-    ) -> Update:
+    def make_update(self, client: ClientRound) -> Update:
         """Compute the client's update, clipped if asked for, and put noise on random slices."""
-        self._slices_for(task.parameters)
-        source = source_of(generator)
-        gradients = Task.gradients if self.clip is None else self._clipped
-        update = compute_update(task, inputs, labels, local=local, generator=source, gradients=gradients)
-        check_gradients(self.name, update)
-        return self._add_noise(update, source)
+        self._slices_for(client.task.parameters)
+        update = client.update(Task.gradients if self.clip is None else self._clipped)
+        return self._add_noise(checked_gradients(self.name, update), client.source)
 
-    def perturb(
-        self,
-        gradients: Mapping[str, Tensor],
-        *,
-        generator: Randomness | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-    ) -> Update:
+    def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
         """Put noise on random slices; only without `clip`, which needs each example's gradient."""
         if self.clip is not None:
-            return super().perturb(gradients, generator=generator, memory=memory)
-        check_gradients(self.name, gradients)
-        return self._add_noise(gradients, source_of(generator))
+            return super().perturb_gradients(gradients, client)
+        return self._add_noise(checked_gradients(self.name, gradients), client.source)
 
-    def aggregate(
-        self,
-        updates: Sequence[Update],
-        *,
-        weights: Sequence[float] | None = None,
-        memory: Memory | None = None,
-        public: Public | None = None,
-    ) -> Update:
+    def combine(self, received: ServerRound) -> Update:
         """The weighted mean, with the noise removed as far as its spectrum tells it apart."""
-        mean = weighted_mean(updates, weights)
+        mean = received.mean()
         if not self.compensate:
             return mean
-        return compensate(mean, self.aggregate_variance(weights or [1.0] * len(updates)), aspect=self.aspect)
+        variance = self.aggregate_variance(received.weights or [1.0] * len(received.updates))
+        return compensate(mean, variance, aspect=self.aspect)
 
     def aggregate_variance(self, weights: Sequence[float]) -> float:
         """Variance of the noise of one value of the weighted mean; the weights need not sum to 1."""
@@ -190,10 +148,10 @@ class RiskSlicing(Defense):
         expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
         compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
         if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike: there is none to leave out
-            noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
+            noise = Knowledge("weighs a prior by the noise", expect=expect, variance=self.noise_std**2)
             return {"prior": noise, "compensate": compensated}
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             squares = {name: (expected[name] - value).square() for name, value in update.items()}
             misfits = torch.stack(
                 [
@@ -202,7 +160,7 @@ class RiskSlicing(Defense):
                 ]
             )
             worst = misfits.argsort(descending=True)[: self.noisy_slices]
-            return Reading(
+            return Evidence(
                 update,
                 {
                     name: (slice_of[name].unsqueeze(-1) != worst).all(-1).to(value.dtype)
@@ -222,7 +180,7 @@ class RiskSlicing(Defense):
         ]
         return {name: torch.stack([update[name] for update in cleaned]) for name in updates}
 
-    def _slices_for(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _slices_for(self, gradients: Mapping[str, Tensor]) -> Tensors:
         if self.slice_of is None:
             raise InputError(
                 f"{self.name}: the slices are not cut yet; call prepare(task, public=(inputs, labels)) once before"

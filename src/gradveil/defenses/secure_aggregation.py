@@ -14,7 +14,7 @@ from gradveil.update import LocalSteps, Update, weighted_mean
 
 
 @DEFENSES.register("secure-aggregation")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class SecureAggregation(Perturbation):
     r"""The server learns only the sum of the clients' updates.
 
@@ -36,7 +36,7 @@ class SecureAggregation(Perturbation):
     """
 
     paper = "Bonawitz et al., CCS 2017"
-    has_adaptive_attacker = True
+    has_adaptive_attacker, explained_by_noise = True, True
     hides_updates, adds_noise, keeps_zeros = True, False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:

@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Memory, StepDefense, Strength
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import DEFENSES, StepDefense
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
-from gradveil.update import LocalSteps, steps_of
+from gradveil.update import ClientRound, LocalSteps, steps_of
 
 MEMORY = 1 << 28
 """Bytes that the units or directions worked on at once may take."""
 
 
 @DEFENSES.register("soteria")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class Soteria(StepDefense):
     r"""Zero the columns of the classifier's weight gradient that belong to the most revealing units.
 
@@ -62,20 +62,15 @@ class Soteria(StepDefense):
 
     paper = "Sun et al., CVPR 2021"
     has_adaptive_attacker = True
-    strength = Strength("rate", 0.0, 1.0)
 
-    rate: float = 0.8
-    directions: int = 0
+    rate: float = number(0.8, low=0, high=1, strength=(0.0, 1.0))
+    directions: int = integer(0, low=0)
 
-    def __post_init__(self) -> None:
-        self.rate = checks.number(self.name, "rate", self.rate, low=0, high=1)
-        self.directions = checks.integer(self.name, "directions", self.directions, low=0)
-
-    def step(self, task: Task, inputs: Tensor, labels: Tensor, *, source: Source, memory: Memory | None) -> Gradients:
+    def step(self, client: ClientRound) -> Gradients:
         """The gradients, with columns zeroed."""
-        weight = self._pruned_layer(task)
-        gradients = task.gradients(inputs, labels)
-        scores = self.scores(task, inputs, generator=source)
+        weight = self._pruned_layer(client.task)
+        gradients = client.task.gradients(client.inputs, client.targets)
+        scores = self.scores(client.task, client.inputs, generator=client.source)
         zeroed = share_of(self.rate, int(scores.isfinite().sum()), math.floor)
         columns = scores.argsort(stable=True)[:zeroed]
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
@@ -87,12 +82,12 @@ class Soteria(StepDefense):
         """
         weight, several = self._pruned_layer(task), steps_of(local, batch_size) > 1
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
             weights = {name: torch.ones_like(value) for name, value in update.items()}
             if weight in update:
                 kept = (update[weight] != 0).any(0) & (not several)
                 weights[weight] = kept.to(update[weight].dtype).expand_as(update[weight])
-            return Reading(update, weights)
+            return Evidence(update, weights)
 
         if several:
             return {"mute": Knowledge("leaves the classifier's weight out", read=read)}
@@ -144,8 +139,8 @@ def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source
     parameters = task.parameters
     inputs = inputs.clone()  # the tangent of a view is as large as what it views
 
-    def represent(images: Tensor) -> Tensor:
-        return task.representation(parameters, images)
+    def represent(inputs: Tensor) -> Tensor:
+        return task.representation(parameters, inputs)
 
     def squared_response(direction: Tensor) -> Tensor:
         tangent: Tensor = jvp(represent, (inputs,), (direction,))[1]

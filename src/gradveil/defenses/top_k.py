@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.defenses.base import DEFENSES, Perturbation, Strength
+from gradveil.core.parameters import number
+from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge, read_arrived, read_ranked
 from gradveil.defenses.selection import keep_ranks, share_of
 from gradveil.randomness import Draws
@@ -16,7 +16,7 @@ from gradveil.update import LocalSteps
 
 
 @DEFENSES.register("top-k")
-@dataclass(repr=False)
+@dataclass(frozen=True, repr=False)
 class TopK(Perturbation):
     r"""Share the largest values of each layer, zero the rest (gradient compression).
 
@@ -37,12 +37,8 @@ class TopK(Perturbation):
     paper = "Lin et al., ICLR 2018"
     has_adaptive_attacker = True
     adds_noise, keeps_zeros = False, True
-    strength = Strength("keep", 1.0, 1e-4, log=True)
 
-    keep: float = 0.2
-
-    def __post_init__(self) -> None:
-        self.keep = checks.number(self.name, "keep", self.keep, above=0, high=1)
+    keep: float = number(0.2, above=0, high=1, strength=(1.0, 1e-4), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
         """Keep the largest."""

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil import models
-from gradveil.attacks import engine
-from gradveil.attacks.engine import Objective, adam, best_restarts, lbfgs
-from gradveil.attacks.matching import squared_distance
+from gradveil.attacks.matching import LBFGS, Adam, Objective
+from gradveil.attacks.matching import objective as objective_module
+from gradveil.attacks.matching.distances import squared_distance
 from gradveil.metrics import psnr
+from gradveil.modality import IMAGE
+
+
+def adam(objective, start, *, iterations, project=None, progress=None, **parameters):
+    return Adam(**parameters).minimise(objective, start, iterations=iterations, project=project, progress=progress)
+
+
+def lbfgs(objective, start, *, iterations, **parameters):
+    return LBFGS(**parameters).minimise(objective, start, iterations=iterations)
 
 
 def rosenbrock(x, scale):
@@ -103,7 +112,7 @@ def test_adam_keeps_the_box_and_the_best_candidate():
         iterations=100,
         lr=0.1,
         signed=True,
-        box=(0.0, 1.0),
+        project=IMAGE.project,
         progress=lambda done, total, left: seen.append((done, total, left)),
     )
     assert found.candidates[0].item() == 1.0
@@ -171,7 +180,7 @@ def test_auto_measures_and_says_what_it_chose(targets, monkeypatch):
 
     def choose(alone, batched, evaluations=1):
         measured = iter([alone, batched])
-        monkeypatch.setattr(engine, "_seconds", lambda _work: next(measured))
+        monkeypatch.setattr(objective_module, "_seconds", lambda _work: next(measured))
         objective = Objective(quartic, targets, evaluations=evaluations)
         return objective._find_fastest(torch.zeros(5, 3, dtype=torch.float64), torch.arange(5))
 
@@ -231,10 +240,6 @@ def test_an_interrupt_returns_the_best_so_far(targets, optimise):
     assert (found.losses < begun).all()
 
 
-def test_the_best_restart_has_the_lowest_loss():
-    assert best_restarts(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.7, 0.6]), 3).tolist() == [1, 3]
-
-
 def attack_objective(execution, dtype, victims=3):
     """Gradient matching on a small network, as the attacks do it."""
     model = models.create("lenet", input_shape=(1, 12, 12), classes=4, init="uniform")
@@ -274,21 +279,21 @@ def test_batched_attacks_are_as_good_as_the_loop_in_single_precision():
 
 
 @pytest.mark.parametrize("optimiser", [lbfgs, partial(adam, lr=0.05, milestones=())])
-def test_the_course_tells_where_a_search_began_and_where_it_was_late(optimiser):
+def test_the_history_tells_where_a_search_began_and_where_it_was_late(optimiser):
     """Nine tenths of a search are a search of nine tenths of the steps."""
     scales = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
     start = torch.full((3, 6), -1.0, dtype=torch.float64)
     objective = Objective(rosenbrock, scales, execution="loop")
     whole, most = (optimiser(objective, start, iterations=steps) for steps in (10, 9))
     first, _ = objective(start, torch.arange(3))
-    torch.testing.assert_close(whole.course.start, first)
-    torch.testing.assert_close(whole.course.late, most.losses)
-    assert (whole.course.late > whole.losses).all()
-    assert whole.course.restarts.tolist() == whole.losses[:, None].tolist()
+    torch.testing.assert_close(whole.history.start, first)
+    torch.testing.assert_close(whole.history.late, most.losses)
+    assert (whole.history.late > whole.losses).all()
+    assert whole.history.restarts.tolist() == whole.losses[:, None].tolist()
 
 
 def test_a_search_that_ended_early_was_not_late():
     objective = Objective(lambda c, t: (c - t).square().sum(), torch.ones(1, 2, dtype=torch.float64))
     solution = lbfgs(objective, torch.zeros(1, 2, dtype=torch.float64), iterations=100)
     assert solution.iterations < 90
-    assert solution.course.late.tolist() == solution.losses.tolist()
+    assert solution.history.late.tolist() == solution.losses.tolist()

@@ -1,0 +1,75 @@
+"""What attacks return: one kind of findings for each thing that an update may give away."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LossHistory:
+    """How the attacker's loss fell, for whoever must judge whether the search had come to an end.
+
+    Args:
+        start: ``[victims]``, the loss of the first candidate.
+        late: ``[victims]``, the best loss after nine tenths of the steps (the final one if the search ended before).
+        restarts: ``[victims, restarts]``, the best loss of each.
+
+    Example:
+        >>> import torch
+        >>> LossHistory(torch.tensor([5.0]), torch.tensor([0.2]), torch.tensor([[0.1, 0.3]])).restarts.shape
+        torch.Size([1, 2])
+    """
+
+    start: Tensor
+    late: Tensor
+    restarts: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What an attack got out of updates, whatever that is; every kind of it derives from this.
+
+    Args:
+        seconds: wall time of the whole call.
+        execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
+        interrupted: True if Ctrl-C ended the search; then this is the best so far.
+
+    Example:
+        >>> Findings(execution="batch").interrupted
+        False
+    """
+
+    seconds: float = 0.0
+    execution: str = "loop"
+    interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class Reconstruction(Findings):
+    """The inputs behind updates, as an attack found them.
+
+    Args:
+        inputs: ``[victims, examples, *input_shape]`` in the attacker's own scale (images may leave [0, 1]).
+        labels: ``[victims, examples]`` in the order of the inputs, inferred or known.
+        loss: ``[victims]``, the attacker's own objective, by which it chose this result.
+        iterations: ``[victims]``, steps taken; 0 of a closed form.
+        ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear; False where labels were
+            known, or found by the attack itself.
+        certain: ``[victims, examples]``, True where the attacker itself knows that it has one example and not a
+            mixture; None if the attack cannot tell.
+        history: how the search went; None: there was none.
+
+    Example:
+        >>> import torch
+        >>> empty = torch.zeros(2, 1, 3, 8, 8)
+        >>> Reconstruction(empty, torch.zeros(2, 1), torch.zeros(2), torch.zeros(2)).inputs.shape
+        torch.Size([2, 1, 3, 8, 8])
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    loss: Tensor
+    iterations: Tensor
+    ambiguous_labels: Tensor | None = None
+    certain: Tensor | None = None
+    history: LossHistory | None = None

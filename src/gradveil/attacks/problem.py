@@ -1,0 +1,148 @@
+"""What an attack is given: everything the attacker sees and may know, and never the data."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.threat import ThreatModel
+from gradveil.defenses.knowledge import Knowledge
+from gradveil.errors import InputError, ThreatModelError
+from gradveil.modality import Modality
+from gradveil.task import Gradients, Task
+from gradveil.update import Rounds, Update
+
+Progress = Callable[[int, int, float], None] | None
+"""Called with (steps done, steps in all, seconds left) after every step; None: nobody listens."""
+
+Observed = Mapping[str, Tensor] | Rounds
+"""What the server saw of one victim: an update (a plain mapping of gradients is one too), or several rounds of it."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Updates to attack, and what the attacker has besides.
+
+    Args:
+        rounds: each observed round's task, at the weights the victims saw, and their updates ``[victims, ...]`` by
+            name; the same victims in the same order in each.
+        labels: ``[victims, examples]``, known or inferred; zeros for an attack that finds them itself.
+        threat: what the attacker may know and use.
+        generator: the attacker's randomness.
+        knowledge: how someone who knows the defense uses that; None: the plain attack.
+        ambiguous_labels: ``[victims]``, where the inferred labels were not clear.
+        progress: called with (steps done, steps in all, seconds left).
+        execution: how to evaluate the victims, see `matching.Objective`.
+
+    Example:
+        >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
+        >>> updates = {"weight": torch.zeros(3, 2, 2), "bias": torch.zeros(3, 2)}
+        >>> problem = Problem([(task, updates)], torch.zeros(3, 1), ThreatModel(), torch.Generator())
+        >>> problem.victims, problem.examples
+        (3, 1)
+    """
+
+    rounds: Sequence[tuple[Task, Gradients]]
+    labels: Tensor
+    threat: ThreatModel
+    generator: torch.Generator
+    knowledge: Knowledge | None = None
+    ambiguous_labels: Tensor | None = None
+    progress: Progress = None
+    execution: str = "auto"
+
+    @property
+    def task(self) -> Task:
+        """The model at the weights the victims saw, in the first round if there are several."""
+        return self.rounds[0][0]
+
+    @property
+    def updates(self) -> Gradients:
+        """The updates of the first round, ``[victims, *parameter shape]`` by name."""
+        return self.rounds[0][1]
+
+    @property
+    def modality(self) -> Modality:
+        """What an input is."""
+        return self.task.modality
+
+    @property
+    def victims(self) -> int:
+        """How many there are."""
+        return len(self.labels)
+
+    @property
+    def examples(self) -> int:
+        """How many are behind each update."""
+        return self.labels.shape[1]
+
+    def start(self, *seeds: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Where a search may begin: ``[victims, *seeds, examples, *input_shape]``, drawn by the modality."""
+        shape = (self.victims, *seeds, self.examples, *self.task.input_shape)
+        return self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
+
+
+def observed_rounds(
+    owner: str, task: Task, updates: Observed | Sequence[Observed], threat: ThreatModel
+) -> list[tuple[Task, list[Update]]]:
+    """Each round's task and its updates, one per victim; refused where they do not fit each other or the threat model.
+
+    Args:
+        owner: who asks, for the error message.
+        task: the model at the weights the victims saw, in the first round if there are several.
+        updates: of one victim or of several.
+        threat: what the attacker may know.
+    """
+    victims = [updates] if isinstance(updates, Mapping | Rounds) else list(updates)
+    if not victims:
+        raise InputError(f"{owner}: expected at least one update, got none")
+    seen = [victim if isinstance(victim, Rounds) else Rounds([(task, victim)]) for victim in victims]
+    if any(len(rounds) != threat.rounds for rounds in seen):
+        raise ThreatModelError(
+            f"{owner}: the threat model says that {threat.rounds} rounds of each victim were seen, got "
+            f"{sorted({len(rounds) for rounds in seen})}; make them agree"
+        )
+    tasks = [task, *(stage for stage, _ in seen[0][1:])]
+    for rounds in seen:
+        for number, ((stage, update), expected) in enumerate(zip(rounds, tasks, strict=True)):
+            if not _same_weights(stage, expected):
+                raise InputError(
+                    f"{owner}: all victims must have been sent the same weights in round {number}, and in the first "
+                    "those of `task`; attack victims with other weights one by one"
+                )
+            _check_update(owner, expected, update, threat)
+    # What secure aggregation shows is a sum; of m batches, it is m times the gradient of all their examples.
+    return [(stage, [_mean_of(rounds[number][1]) for rounds in seen]) for number, stage in enumerate(tasks)]
+
+
+def _same_weights(one: Task, other: Task) -> bool:
+    return one is other or (
+        one.parameters.keys() == other.parameters.keys()
+        and all(torch.equal(value, other.parameters[name]) for name, value in one.parameters.items())
+    )
+
+
+def _mean_of(update: Update) -> Update:
+    if update.meta.clients == 1:
+        return update
+    return Update({name: value / update.meta.clients for name, value in update.items()}, update.meta)
+
+
+def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -> None:
+    if update.meta.samples and (update.meta.samples, update.meta.local) != (threat.batch_size, threat.local):
+        raise ThreatModelError(
+            f"{owner}: the update comes from {update.meta.samples} images and local steps {update.meta.local}, but the "
+            f"threat model says {threat.batch_size} and {threat.local}; make them agree"
+        )
+    expected = {name: tuple(value.shape) for name, value in task.parameters.items()}
+    got = {name: tuple(value.shape) for name, value in update.items()}
+    if got != expected:
+        wrong = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
+        raise InputError(
+            f"{owner}: the update does not fit the model: layer {wrong!r} should have shape {expected.get(wrong)}, "
+            f"got {got.get(wrong)}"
+        )
+    for name, value in update.items():
+        if not torch.isfinite(value).all():
+            raise InputError(f"{owner}: the update must be finite, got NaN or Inf in {name!r}")

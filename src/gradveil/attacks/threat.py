@@ -1,0 +1,57 @@
+"""What an attacker may know and do."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from gradveil import checks
+from gradveil.defenses import Defense
+from gradveil.errors import ParameterError
+from gradveil.update import LocalSteps
+
+
+@dataclass(frozen=True)
+class ThreatModel:
+    """What the attacker knows besides the model and the updates.
+
+    Args:
+        labels: ``"infer"``: the attacker must find the labels; ``"known"``: they are given in `known_labels`.
+        batch_size: examples behind each update.
+        adaptive: the attacker knows which defense is used and with which parameters, but not its random draws; the name
+            of a form (see `Defense.adapt`) asks for that one in place of the strongest.
+        defense: the defense in use.
+        local: the clients' local steps (FedAvg); None: each update is a single gradient.
+        server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
+        known_labels: ``[victims, batch_size]``, only with ``labels="known"``.
+        statistics: batch-norm buffers after the victims' step, ``[victims, ...]`` by name, if the attacker sees them
+            (they travel in ``update.meta.buffers``); None: it does not.
+        rounds: how many rounds of each victim, on the same data, the attacker saw (see `gradveil.Rounds`).
+
+    Example:
+        >>> import torch
+        >>> ThreatModel(labels="known", known_labels=torch.tensor([[7], [2]])).batch_size
+        1
+    """
+
+    labels: str = "infer"
+    batch_size: int = 1
+    adaptive: bool | str = False
+    defense: Defense | None = None
+    local: LocalSteps | None = None
+    server: str = "passive"
+    known_labels: Tensor | None = None
+    statistics: dict[str, Tensor] | None = None
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
+        checks.choice("ThreatModel", "server", self.server, ["passive", "active"])
+        checks.integer("ThreatModel", "batch_size", self.batch_size, low=1)
+        checks.integer("ThreatModel", "rounds", self.rounds, low=1)
+        if not isinstance(self.adaptive, str):
+            checks.flag("ThreatModel", "adaptive", self.adaptive)
+        if (self.labels == "known") != (self.known_labels is not None):
+            raise ParameterError(
+                f"ThreatModel: known_labels must be given exactly when labels='known', got labels={self.labels!r} "
+                f"and {'no' if self.known_labels is None else 'some'} known_labels"
+            )
