@@ -8,9 +8,8 @@ import torch
 import gradveil
 from gradveil import wire
 from gradveil.errors import InputError, NotFiniteError
-from gradveil.federation import OpenRound
 from gradveil.federation.faults import Refused
-from gradveil.federation.protocol import Replies, weight_of
+from gradveil.federation.protocol import OpenRound, Replies, weight_of
 from gradveil.update import Meta, Update
 
 MODEL = {"w": torch.arange(10.0)}
@@ -19,7 +18,7 @@ ALIGNED = gradveil.defense("aligned-dual-pruning", k1=0.1, keep=0.2)
 
 def opened(defense=ALIGNED, **options):
     faults = []
-    return OpenRound(7, [3, 1, 2], faults.append, defense, MODEL, **options), faults
+    return OpenRound(7, [3, 1, 2], faults.append, defense=defense, parameters=MODEL, **options), faults
 
 
 def named(faults):
@@ -126,6 +125,14 @@ def test_who_failed_is_not_missing_and_who_was_refused_is_unless_once_is_enough(
         *refused_too,
         (7, 4, "missing"),
     ]
+
+
+@pytest.mark.parametrize("named_once", [False, True])
+def test_who_was_not_elected_may_still_be_missing(named_once):
+    server, faults = opened(named_once=named_once)
+    server.elect(lambda client: too_many(client) if client == 3 else ALIGNED.publish(MODEL))
+    assert server.close() == {}
+    assert named(faults) == [(7, 3, "malformed"), *((7, client, "missing") for client in (3, 1, 2))]
 
 
 def test_replies_come_in_the_order_of_the_questions():
