@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil import models
-from gradveil.attacks.engine import Objective, adam
-from gradveil.attacks.matching import cosine_distance
+from gradveil.attacks.matching import COSINE, Adam, Objective
+from gradveil.modality import IMAGE
 
 VICTIMS = {"lenet": 16, "convnet": 2, "resnet18": 2}
 SHAPE = (3, 32, 32)
@@ -58,7 +58,7 @@ def engine_attack(task: gradveil.Task, targets: dict[str, Tensor], labels: Tenso
     parameters = task.parameters
 
     def cost(candidate: Tensor, target: dict[str, Tensor], label: Tensor) -> Tensor:
-        return cosine_distance(task.gradient(parameters, candidate, label), target)
+        return COSINE.between(task.gradient(parameters, candidate, label), target)
 
     return Objective(cost, targets, labels, execution=execution)
 
@@ -94,7 +94,9 @@ def measure(name: str, compile_too: bool, victims: int | None = None, quiet: boo
                 began = time.perf_counter()
                 objective(start, torch.arange(victims))
                 print(f"{name}: compiled for {threads} threads in {time.perf_counter() - began:.0f} s", flush=True)
-            works[execution] = lambda n, o=objective: adam(o, start, iterations=n, lr=0.02, signed=True, box=(0.0, 1.0))
+            works[execution] = lambda n, o=objective: Adam(0.02, signed=True).minimise(
+                o, start, iterations=n, project=IMAGE.project
+            )
         for kind, work in works.items():
             evaluations = steps if kind == "plain" else steps + 1
             figures[kind] = max(figures.get(kind, 0.0), rate(work, victims, steps, evaluations))

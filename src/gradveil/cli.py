@@ -317,11 +317,9 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 options: dict[str, Any] = {"execution": settings.execution} if engine.executions else {}
                 if checkpoints is not None:
                     place = checkpoints / slug(str(chosen))
-                    begun = (place / CHECKPOINT).exists()
-                    options |= {"checkpoint": place, "resume": resume and begun}
-                    if resume and not begun:
-                        note = f"note: there is no checkpoint of the training under {chosen}"
-                        say(f"{note}; it begins with its first round")
+                    options |= {"checkpoint": place, "resume": resume and (place / CHECKPOINT).exists()}
+                    if resume and not options["resume"]:
+                        say(f"note: there is no checkpoint of the training under {chosen}; it begins with round 1")
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:

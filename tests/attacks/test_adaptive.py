@@ -13,16 +13,7 @@ from torch import nn
 import gradveil
 from gradveil import transforms
 from gradveil.attacks import adaptive
-from gradveil.attacks.engine import Objective
-from gradveil.attacks.matching import (
-    Search,
-    comparison,
-    cosine_distance,
-    cosine_unit,
-    match,
-    squared_distance,
-    squared_unit,
-)
+from gradveil.attacks.matching import COSINE, LBFGS, SQUARED, Matching, Objective, match
 from gradveil.attacks.problem import Problem
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
@@ -72,12 +63,10 @@ def observed(
     return defense, first, gradveil.Rounds(seen)
 
 
-def cost_at(
-    inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None, **options
-) -> float:
-    chosen = {"layers": list(rounds[0][1]), "distance": squared_distance, "unit": squared_unit, **options}
-    compare = comparison([task for task, _ in rounds], knowledge, **chosen)
-    return float(compare(inputs, [update for _, update in rounds], labels))
+def cost_at(inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds, knowledge: Knowledge | None) -> float:
+    problem = Problem(rounds, labels[None], gradveil.ThreatModel(), seeded(), knowledge)
+    cost = Matching(list(problem.updates), SQUARED).cost(problem, [task for task, _ in rounds])
+    return float(cost(inputs, [update for _, update in rounds], labels))
 
 
 EXACT = [  # what these do to a gradient, knowledge explains to the last bit
@@ -161,24 +150,19 @@ class TestTheTruthExplainsTheUpdate:
             (stage, {name: torch.stack([value, 0.7 * value]) for name, value in update.items()})
             for stage, update in seen
         ]
-        compare = comparison(
-            [stage for stage, _ in stacked],
-            knowledge,
-            layers=list(stacked[0][1]),
-            distance=cosine_distance,
-            unit=cosine_unit,
-        )
+        problem = Problem(stacked, one[1].expand(2, 1), gradveil.ThreatModel(), seeded(), knowledge)
+        cost = Matching(list(problem.updates), COSINE).cost(problem, [stage for stage, _ in stacked])
         candidates = torch.rand(2, *one[0].shape, generator=seeded(7), dtype=torch.float64)
         labels, updates = one[1].expand(2, 1), [update for _, update in stacked]
         loop, batch = (
-            Objective(compare, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
+            Objective(cost, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
             for execution in ("loop", "batch")
         )
         torch.testing.assert_close(loop, batch)
         assert loop[1].abs().max() > 0
 
 
-class TestReadings:
+class TestEvidence:
     def test_every_defense_says_something(self, task, one):
         for name in gradveil.list_defenses():
             defense = gradveil.defense(name)
@@ -221,11 +205,11 @@ class TestReadings:
         name = "dual-pruning:k1=0.2,k2=0.5" if top else "top-k:keep=0.5"
         sent = gradveil.defense(name).perturb({"w": gradient})
         candidate = 2 * torch.randn(len(gradient), generator=seeded(seed), dtype=torch.float64)
-        reading = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
+        evidence = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
         arrived = sent["w"].abs()[sent["w"] != 0]
         for place, value in enumerate(candidate.tolist()):
             if sent["w"][place] != 0:
-                assert reading.weights["w"][place] == 1
+                assert evidence.weights["w"][place] == 1
                 continue
             low = arrived.min().item() if len(arrived) else math.inf
             high = arrived.max().item() if top and len(arrived) else math.inf
@@ -233,8 +217,8 @@ class TestReadings:
             if not len(arrived):
                 choices = [abs(value)]
             nearest = min(choices, key=lambda size, value=value: abs(size - abs(value)))
-            assert abs(reading.allowed["w"][place].item()) == pytest.approx(nearest)
-            assert reading.weights["w"][place] == 0
+            assert abs(evidence.allowed["w"][place].item()) == pytest.approx(nearest)
+            assert evidence.weights["w"][place] == 0
 
     def test_the_interval_costs_nothing_inside_and_the_square_outside(self):
         defense = gradveil.defense("quantization", bits=2)
@@ -245,19 +229,19 @@ class TestReadings:
         }
         for form, cases in cells.items():
             for candidate, expected in cases:
-                reading = defense.adapt(None)[form].read({"w": torch.tensor([0.0, candidate, 1.8, 3.0])}, sent)
-                assert reading.values["w"][1].item() == pytest.approx(expected)
+                evidence = defense.adapt(None)[form].read({"w": torch.tensor([0.0, candidate, 1.8, 3.0])}, sent)
+                assert evidence.values["w"][1].item() == pytest.approx(expected)
 
     def test_trimming_believes_the_best_fitting_share(self):
         update = {"a": torch.randn(60, generator=seeded()), "b": torch.randn(40, generator=seeded(1))}
         candidate = {"a": torch.randn(60, generator=seeded(2)), "b": torch.randn(40, generator=seeded(3))}
-        reading = read_trimmed(0.8, scale=2.0)(candidate, update)
+        evidence = read_trimmed(0.8, scale=2.0)(candidate, update)
         misfits = {
             (n, i): abs(float(candidate[n][i] - update[n][i] / 2)) for n in update for i in range(len(update[n]))
         }
         best = sorted(misfits, key=misfits.__getitem__)[:68]  # 80 less three times 4
-        assert {(n, i) for n in update for i in range(len(update[n])) if reading.weights[n][i]} == set(best)
-        torch.testing.assert_close(reading.values["a"], update["a"] / 2)
+        assert {(n, i) for n in update for i in range(len(update[n])) if evidence.weights[n][i]} == set(best)
+        torch.testing.assert_close(evidence.values["a"], update["a"] / 2)
 
     def test_weights_are_inverse_variances_up_to_a_hundred(self):
         variance = {"w": torch.tensor([0.0, 1e-9, 1.0, 2.0, 4.0, 8.0])}
@@ -467,14 +451,7 @@ class TestRecovery:
             problem = Problem(
                 stacked, one[1][None], gradveil.ThreatModel(), seeded(), knowledge=knowledge, execution="loop"
             )
-            found = match(
-                problem,
-                start,
-                Search("lbfgs", 300),
-                layers=list(problem.updates),
-                distance=squared_distance,
-                unit=squared_unit,
-            )
+            found = match(problem, start, LBFGS(), Matching(list(problem.updates), SQUARED), iterations=300)
             errors.append((found.inputs[0] - one[0]).abs().max().item())
         assert errors[1] < 1e-3
         assert errors[0] > 100 * errors[1]

@@ -8,7 +8,7 @@ import torch
 import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks import ATTACKS
-from gradveil.attacks.matching import cosine_distance
+from gradveil.attacks.matching.distances import cosine_distance
 from gradveil.core import parameters
 from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 

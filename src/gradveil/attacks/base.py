@@ -63,7 +63,7 @@ class Attack(Method, ABC):
         threat: ThreatModel,
         *,
         generator: torch.Generator | None = None,
-        progress: Progress | None = None,
+        progress: Progress = None,
         execution: str = "auto",
     ) -> Reconstruction:
         """Attack one update, or a list of independent victims together.
@@ -99,7 +99,7 @@ class Attack(Method, ABC):
         updates: Observed | Sequence[Observed],
         threat: ThreatModel,
         generator: torch.Generator,
-        progress: Progress | None = None,
+        progress: Progress = None,
         execution: str = "auto",
     ) -> Problem:
         """The problem that `run` is given, as far as the threat model allows it; arguments as of `reconstruct`."""

@@ -9,15 +9,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.matching import (
-    LEAST_PRIOR,
-    NOTHING,
-    Search,
-    match,
-    matched_layers,
-    squared_distance,
-    squared_unit,
-)
+from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, match, matched_layers
 from gradveil.attacks.problem import Problem
 from gradveil.core.parameters import integer, text
 
@@ -64,34 +56,23 @@ class DLG(Attack):
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
-        task, images, victims = problem.task, problem.examples, problem.victims
-        classes = task.single_classes(self.name)
-        pixels = images * math.prod(task.input_shape)
+        task, victims = problem.task, problem.victims
+        shape = (problem.examples, *task.input_shape)
+        answers = (problem.examples, task.single_classes(self.name))
+        values = math.prod(shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
-            logits = candidate[pixels:].view(images, classes)
-            return candidate[:pixels].view(images, *task.input_shape), logits.softmax(1)
+            return candidate[:values].view(shape), candidate[values:].view(answers).softmax(1)
 
-        options: dict[str, Any] = {"generator": problem.generator, "dtype": torch.float64, "device": task.device}
-        start = torch.stack(  # victim by victim, so that each starts where it would alone
-            [
-                torch.cat([torch.rand(pixels, **options), torch.randn(images * classes, **options)])
-                for _ in range(victims)
-            ]
-        )
-        found = match(
-            problem,
-            start,
-            Search("lbfgs", self.iterations),
-            layers=matched_layers(self.name, problem.updates, self.mute),
-            distance=squared_distance,
-            unit=squared_unit,
-            least_prior=LEAST_PRIOR,
-            unpack=unpack,
-        )
-        pixel_values, logits = torch.split(found.inputs, [pixels, images * classes], dim=1)
+        def drawn() -> Tensor:
+            options: dict[str, Any] = {"dtype": torch.float64, "device": task.device}
+            inputs = problem.modality.start(shape, problem.generator, **options)
+            return torch.cat([inputs.flatten(), torch.randn(answers, generator=problem.generator, **options).flatten()])
+
+        start = torch.stack([drawn() for _ in range(victims)])  # so that each victim starts where it would alone
+        matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
+        found = match(problem, start, LBFGS(), matching, iterations=self.iterations, unpack=unpack)
+        inputs, logits = found.inputs[:, :values], found.inputs[:, values:]
         return replace(
-            found,
-            inputs=pixel_values.reshape(victims, images, *task.input_shape),
-            labels=logits.reshape(victims, images, classes).argmax(2),
+            found, inputs=inputs.reshape(victims, *shape), labels=logits.reshape(victims, *answers).argmax(2)
         )

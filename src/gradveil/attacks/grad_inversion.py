@@ -1,29 +1,19 @@
 """GradInversion: several seeds that agree with each other, image priors, and batch-norm statistics if granted."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.engine import Objective, adam
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.matching import (
-    NOTHING,
-    Prior,
-    check_variation,
-    comparison,
-    matched_layers,
-    relative_unit,
-    squared_distance,
-    victim_bytes,
-)
+from gradveil.attacks.matching import NOTHING, RELATIVE, Adam, Matching, Objective, check_prior, matched_layers
+from gradveil.attacks.matching.cost import victim_bytes
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import integer, number, text
 from gradveil.errors import ThreatModelError
-from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 
@@ -81,44 +71,30 @@ class GradInversion(Attack):
     mute: str = text(NOTHING)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Total variation needs images; granted statistics are those of one step."""
+        """Not every kind of input has a prior; granted statistics are those of one step."""
         super().check_threat(task, threat)
-        check_variation(self.name, self.tv, task)
+        if self.tv:
+            check_prior(self.name, "tv", task)
         if threat.statistics is not None and threat.local is not None:
             raise ThreatModelError(f"{self.name}: batch-norm statistics are used for single gradients only")
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the sum over the seeds, then choose the seed that matches best."""
-        task, labels, threat, images = problem.task, problem.labels, problem.threat, problem.examples
+        task, labels, modality = problem.task, problem.labels, problem.modality
         parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
-        layers = matched_layers(self.name, problem.updates, self.mute)
-        tiny = torch.finfo(task.dtype).tiny
-
-        def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
-            scale = torch.stack([value.square().sum() for value in target.values()]).sum().clamp_min(tiny)
-            return squared_distance(gradients, target) / scale
 
         def prior(inputs: Tensor) -> Tensor:
-            return self.tv * total_variation(inputs) + self.l2 * inputs.square().mean()
+            small, unlikely = self.l2 * inputs.square().mean(), modality.prior(inputs)
+            return small if unlikely is None else self.tv * unlikely + small
 
-        def compared(images_prior: Prior | None) -> Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]:
-            return comparison(
-                [stage for stage, _ in problem.rounds],
-                problem.knowledge,
-                layers=layers,
-                distance=relative_distance,
-                unit=relative_unit,
-                prior=images_prior,
-                local=threat.local,
-            )
-
-        with_prior, bare = compared(prior), compared(None)
+        matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
+        tasks = [stage for stage, _ in problem.rounds]
+        with_prior, bare = matching.cost(problem, tasks), replace(matching, prior=None).cost(problem, tasks)
 
         def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
             loss = with_prior(inputs, target, label)
             if granted and self.statistics:
-                scale = torch.stack([value.square().sum() for value in granted.values()]).sum().clamp_min(tiny)
-                loss = loss + self.statistics * squared_distance(task.statistics(parameters, inputs), granted) / scale
+                loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), granted)
             return loss
 
         def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
@@ -129,15 +105,17 @@ class GradInversion(Attack):
             cost,
             updates,
             labels,
-            threat.statistics or {},
+            problem.threat.statistics or {},
             execution=problem.execution,
             evaluations=self.iterations,
-            victim_bytes=len(updates) * self.seeds * victim_bytes(task, images, threat.local),
+            victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        shape = (len(labels), self.seeds, images, *task.input_shape)
-        start = torch.rand(shape, generator=problem.generator, dtype=task.dtype, device=task.device)
-        solution = adam(
-            objective, start, iterations=self.iterations, lr=self.lr, box=(0.0, 1.0), progress=problem.progress
+        solution = Adam(self.lr).minimise(
+            objective,
+            problem.start(self.seeds),
+            iterations=self.iterations,
+            project=modality.project,
+            progress=problem.progress,
         )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):

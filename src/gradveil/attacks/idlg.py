@@ -6,15 +6,7 @@ import torch
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.matching import (
-    LEAST_PRIOR,
-    NOTHING,
-    Search,
-    match,
-    matched_layers,
-    squared_distance,
-    squared_unit,
-)
+from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, match, matched_layers
 from gradveil.attacks.problem import Problem
 from gradveil.core.parameters import integer, text
 
@@ -63,14 +55,6 @@ class IDLG(Attack):
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients."""
-        shape = (problem.victims, problem.examples, *problem.task.input_shape)
-        start = torch.rand(shape, generator=problem.generator, dtype=torch.float64, device=problem.task.device)
-        return match(
-            problem,
-            start,
-            Search("lbfgs", self.iterations),
-            layers=matched_layers(self.name, problem.updates, self.mute),
-            distance=squared_distance,
-            unit=squared_unit,
-            least_prior=LEAST_PRIOR,
-        )
+        layers = matched_layers(self.name, problem.updates, self.mute)
+        matching = Matching(layers, SQUARED, least_prior=LEAST_PRIOR)
+        return match(problem, problem.start(dtype=torch.float64), LBFGS(), matching, iterations=self.iterations)

@@ -8,18 +8,20 @@ from torch import Tensor
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.matching import (
+    COSINE,
+    LBFGS,
     NOTHING,
-    Search,
-    check_variation,
-    cosine_distance,
-    cosine_unit,
+    ROUNDING,
+    Adam,
+    Distance,
+    Matching,
+    check_prior,
     match,
     matched_layers,
 )
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import choice, integer, number, text
-from gradveil.modality.image import total_variation
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
@@ -86,38 +88,36 @@ class InvertingGradients(Attack):
         task, smooth = problem.task, self.optimiser == "lbfgs"
         weights = {name: self.layer_decay**place for place, name in enumerate(problem.updates)}
 
-        def distance(gradients: Gradients, target: Gradients) -> Tensor:
-            if self.layer_decay == 1:
-                return cosine_distance(gradients, target)
-            return cosine_distance(weighted(gradients), weighted(target))
-
         def weighted(gradients: Gradients) -> Gradients:
             return {name: weights[name] * value for name, value in gradients.items()}
 
-        def prior(images: Tensor) -> Tensor:
-            return self.tv * total_variation(images, rounding=1e-2 if smooth else 0.0)
+        def prior(inputs: Tensor) -> Tensor:
+            unlikely = problem.modality.prior(inputs, rounding=ROUNDING if smooth else 0.0)
+            assert unlikely is not None  # see `check_threat`
+            return self.tv * unlikely
 
-        search = Search(
-            self.optimiser,
-            self.iterations,
-            lr=self.lr,
-            smoothing=SMOOTHING if smooth and task.has_kinks else (),
-        )
-        shape = (problem.victims, problem.examples, *task.input_shape)
-        start = torch.rand(shape, generator=problem.generator, dtype=task.dtype, device=task.device)
-        if smooth:
-            start = 0.45 + 0.1 * start  # nearly grey: smooth like an image
+        distance = COSINE
+        if self.layer_decay != 1:
+            distance = Distance(lambda own, seen: COSINE.between(weighted(own), weighted(seen)), COSINE.unit)
+        layers = matched_layers(self.name, problem.updates, self.mute)
         return match(
             problem,
-            start,
-            search,
-            layers=matched_layers(self.name, problem.updates, self.mute),
-            distance=distance,
-            unit=cosine_unit,
-            prior=prior if self.tv else None,
+            _near_the_middle(problem) if smooth else problem.start(),
+            LBFGS() if smooth else Adam(self.lr, signed=True),
+            Matching(layers, distance, prior if self.tv else None),
+            iterations=self.iterations,
+            smoothing=SMOOTHING if smooth and task.has_kinks else (),
         )
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Total variation needs images."""
+        """Not every kind of input has a prior."""
         super().check_threat(task, threat)
-        check_variation(self.name, self.tv, task)
+        if self.tv:
+            check_prior(self.name, "tv", task)
+
+
+def _near_the_middle(problem: Problem) -> Tensor:
+    """A start near the middle of the allowed range, if there is one: images that are nearly grey are smooth."""
+    start, project = problem.start(), problem.modality.project
+    middle = (project(torch.full_like(start, -torch.inf)) + project(torch.full_like(start, torch.inf))) / 2
+    return torch.where(middle.isfinite(), 0.9 * middle + 0.1 * start, start)

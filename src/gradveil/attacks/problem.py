@@ -9,11 +9,12 @@ from torch import Tensor
 from gradveil.attacks.threat import ThreatModel
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError, ThreatModelError
+from gradveil.modality import Modality
 from gradveil.task import Gradients, Task
 from gradveil.update import Rounds, Update
 
-Progress = Callable[[int, int, float], None]
-"""Called with (steps done, steps in all, seconds left) after every step."""
+Progress = Callable[[int, int, float], None] | None
+"""Called with (steps done, steps in all, seconds left) after every step; None: nobody listens."""
 
 Observed = Mapping[str, Tensor] | Rounds
 """What the server saw of one victim: an update (a plain mapping of gradients is one too), or several rounds of it."""
@@ -48,7 +49,7 @@ class Problem:
     generator: torch.Generator
     knowledge: Knowledge | None = None
     ambiguous_labels: Tensor | None = None
-    progress: Progress | None = None
+    progress: Progress = None
     execution: str = "auto"
 
     @property
@@ -62,6 +63,11 @@ class Problem:
         return self.rounds[0][1]
 
     @property
+    def modality(self) -> Modality:
+        """What an input is."""
+        return self.task.modality
+
+    @property
     def victims(self) -> int:
         """How many there are."""
         return len(self.labels)
@@ -70,6 +76,11 @@ class Problem:
     def examples(self) -> int:
         """How many are behind each update."""
         return self.labels.shape[1]
+
+    def start(self, *seeds: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Where a search may begin: ``[victims, *seeds, examples, *input_shape]``, drawn by the modality."""
+        shape = (self.victims, *seeds, self.examples, *self.task.input_shape)
+        return self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
 
 
 def observed_rounds(

@@ -15,7 +15,7 @@ from gradveil.task import Gradients, Task
 
 
 @dataclass(frozen=True)
-class Reading:
+class Evidence:
     """What an update says about the gradient behind it, coordinate by coordinate.
 
     Args:
@@ -26,7 +26,7 @@ class Reading:
             sent. None: any.
 
     Example:
-        >>> Reading({"w": torch.tensor([0.5, 0.0])}, weights={"w": torch.tensor([1.0, 0.0])}).allowed is None
+        >>> Evidence({"w": torch.tensor([0.5, 0.0])}, weights={"w": torch.tensor([1.0, 0.0])}).allowed is None
         True
     """
 
@@ -50,15 +50,15 @@ class Knowledge:
         before: ``(task, updates, generator)``: makes of the updates ``[victims, ...]`` by name those that are
             inverted. Not vmapped.
         task: ``(task, update)``: the task whose gradients the client computed, where the update tells more about it.
-        expect: ``(gradients, updates)``, one entry a round: what the defense makes of a candidate's gradients apart
+        expect: ``(gradients, updates)``, one entry per round: what the defense makes of a candidate's gradients apart
             from its randomness and from what `read` undoes.
         draw: ``(task, gradients, inputs, labels)``: several simulated updates of a candidate, over which the cost is
             averaged. Not vmapped, so attacks on it go victim by victim.
         read: ``(expected, update)``: what the update tells about the gradient.
         sends_values: what is sent and not zero is the value itself; error feedback then holds nothing back of it.
         variance: of the noise on a coordinate of weight 1; ``(update)`` gives it where it depends on the update. The
-            larger, the more the attacker trusts an image prior.
-        after: makes of the images ``[N, C, H, W]`` that the inversion found those that are returned. Not vmapped.
+            larger, the more the attacker trusts the modality's prior.
+        after: makes of the inputs ``[N, *input_shape]`` that the inversion found those that are returned. Not vmapped.
         single_gradient: whether it supposes updates of a single gradient (no local steps).
 
     Example:
@@ -71,7 +71,7 @@ class Knowledge:
     task: Callable[[Task, Gradients], Task] | None = None
     expect: Expect | None = None
     draw: Draw | None = None
-    read: Callable[[Gradients, Gradients], Reading] | None = None
+    read: Callable[[Gradients, Gradients], Evidence] | None = None
     sends_values: bool = False
     variance: float | Callable[[Gradients], Tensor] = 0.0
     after: Callable[[Tensor], Tensor] | None = None
@@ -103,12 +103,12 @@ def clip_to(limit: float) -> Callable[[Gradients], Gradients]:
     return clip
 
 
-def read_arrived(_expected: Gradients, update: Gradients) -> Reading:
+def read_arrived(_expected: Gradients, update: Gradients) -> Evidence:
     """Coordinates that are zero were held back and say nothing."""
-    return Reading(update, {name: (value != 0).to(value.dtype) for name, value in update.items()})
+    return Evidence(update, {name: (value != 0).to(value.dtype) for name, value in update.items()})
 
 
-def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Reading]:
+def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Evidence]:
     """`read` of updates from which each layer's smallest values were held back, and its largest if `withheld_top`.
 
     Then every coordinate that did not arrive is at most as large as the smallest that did, or at least as large as the
@@ -121,7 +121,7 @@ def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Reading]
     3.0
     """
 
-    def read(expected: Gradients, update: Gradients) -> Reading:
+    def read(expected: Gradients, update: Gradients) -> Evidence:
         arrived = read_arrived(expected, update)
         assert arrived.weights is not None
         allowed = {}
@@ -136,12 +136,12 @@ def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Reading]
             if withheld_top:
                 nearest = torch.where(size - smallest < largest - size, nearest, size.maximum(largest))
             allowed[name] = nearest.copysign(candidate)
-        return Reading(update, arrived.weights, allowed)
+        return Evidence(update, arrived.weights, allowed)
 
     return read
 
 
-def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], Reading]:
+def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], Evidence]:
     """`read` of updates in which a coordinate holds `scale` times the gradient with probability `keep`, else a decoy.
 
     The attacker believes the coordinates that fit a candidate best, as many as are surely true: their mean number less
@@ -152,18 +152,18 @@ def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], 
     [1.0, 0.0]
     """
 
-    def read(expected: Gradients, update: Gradients) -> Reading:
+    def read(expected: Gradients, update: Gradients) -> Evidence:
         values = {name: value / scale for name, value in update.items()}
         misfit = {name: (expected[name] - value).abs() for name, value in values.items()}
         together = torch.cat([value.flatten() for value in misfit.values()])
         sure = keep * len(together) - 3 * math.sqrt(keep * (1 - keep) * len(together))
         limit = together.detach().kthvalue(max(1, math.floor(sure))).values
-        return Reading(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
+        return Evidence(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
 
     return read
 
 
-def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Reading]:
+def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Evidence]:
     """`read` of updates with independent noise of known `variance`: the less noise, the more a coordinate counts.
 
     A coordinate with the `typical_variance` has weight 1.
@@ -171,7 +171,7 @@ def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Readi
     typical = typical_variance(variance)
     # No coordinate counts more than a hundred typical ones, or the few without noise would make the cost too stiff.
     weights = {name: typical / value.double().clamp_min(typical / 100) for name, value in variance.items()}
-    return lambda _expected, update: Reading(
+    return lambda _expected, update: Evidence(
         update, {name: weights[name].to(value.device, value.dtype) for name, value in update.items()}
     )
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gradveil.core.parameters import number
 from gradveil.defenses.base import DEFENSES, Perturbation
-from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge
 from gradveil.randomness import Draws
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
@@ -58,14 +58,14 @@ class LaplaceNoise(Perturbation):
             return NOTHING_TO_KNOW
         size = self.std / 2**0.5
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             misfit = {name: expected[name] - value for name, value in update.items()}
-            return Reading(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
+            return Evidence(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
 
         # Minus the log-likelihood is |r| / s, where that of normal noise is r^2 / (2 variance): s |r| is s^2 times the
         # one, as r^2 is 2 variance times the other.
-        absolute = Knowledge("adds up absolute values, weighs an image prior", read=read, variance=size**2 / 2)
+        absolute = Knowledge("adds up absolute values, weighs a prior", read=read, variance=size**2 / 2)
         return {
-            "prior": Knowledge("weighs an image prior by the noise", variance=self.std**2),
+            "prior": Knowledge("weighs a prior by the noise", variance=self.std**2),
             "absolute": absolute,
         }

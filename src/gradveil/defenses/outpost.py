@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.core.parameters import number
 from gradveil.defenses.base import DEFENSES, Defense, check_result
-from gradveil.defenses.knowledge import Knowledge, Reading, read_ranked
+from gradveil.defenses.knowledge import Evidence, Knowledge, read_ranked
 from gradveil.defenses.selection import keep_ranks, largest, share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Source
@@ -97,7 +97,7 @@ class Outpost(Defense):
                 [(v != 0).sum() <= share_of(1 - self.pruned, v.numel(), math.ceil) for v in update.values()]
             ).all()
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             ranked = ordered(expected, update)
             assert ranked.weights is not None
             assert ranked.allowed is not None
@@ -108,13 +108,13 @@ class Outpost(Defense):
                 trust = min(100.0, (typical / stds[name]) ** 2) if stds[name] else 100.0 if typical else 1.0
                 weights[name] = torch.where(honest, 1.0, trust * ranked.weights[name])
                 allowed[name] = torch.where(honest, expected[name], ranked.allowed[name])
-            return Reading(update, weights, allowed)
+            return Evidence(update, weights, allowed)
 
         def variance(update: Gradients) -> Tensor:
             return typical**2 * defended(update)
 
         ordered = read_ranked(withheld_top=False)
-        summary = "matches what arrived, weighs an image prior by the noise; an honest round is matched exactly"
+        summary = "matches what arrived, weighs a prior by the noise; an honest round is matched exactly"
         return {"arrived": Knowledge(summary, read=read, variance=variance)}
 
     def _perturbed(self, gradient: Tensor, weights: Tensor, source: Source) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import DEFENSES, Batch, Prepared, StepDefense
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.errors import InputError
 from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
@@ -86,8 +86,8 @@ class Precode(StepDefense):
                 "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_its_noise)
             }
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
-            return Reading(
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
+            return Evidence(
                 update, {n: torch.full_like(v, not f".{n}".startswith(f".{behind}.")) for n, v in update.items()}
             )
 
@@ -158,10 +158,10 @@ class VariationalTask(Task):
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
-    def with_noise(self, images: int, source: Source) -> "VariationalTask":
-        """The same task with fresh noise for each of `images` images."""
+    def with_noise(self, examples: int, source: Source) -> "VariationalTask":
+        """The same task with fresh noise for each of `examples` examples."""
         name = f"{self.place}.noise"
-        noise = source.normal(self.buffers[name].expand(images, -1))
+        noise = source.normal(self.buffers[name].expand(examples, -1))
         other = self.with_parameters(self.parameters, {name: noise})
         assert isinstance(other, VariationalTask)
         return other

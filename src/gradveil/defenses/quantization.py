@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradveil.core.parameters import choice, integer
 from gradveil.defenses.base import DEFENSES, Perturbation
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.randomness import Draws
 from gradveil.task import Gradients, Task
 from gradveil.update import MAX_BITS, ClientState, Grid, LocalSteps, Update
@@ -84,14 +84,14 @@ class Quantization(Perturbation):
         cells = 2**self.bits - 1
         reach = 0.5 if self.rounding == "nearest" else 1.0
 
-        def within(share: float) -> Callable[[Gradients, Gradients], Reading]:
-            def read(expected: Gradients, update: Gradients) -> Reading:
+        def within(share: float) -> Callable[[Gradients, Gradients], Evidence]:
+            def read(expected: Gradients, update: Gradients) -> Evidence:
                 values = {}
                 for name, value in update.items():
                     # The layer's smallest and largest value are on the grid, so what was sent tells the step.
                     room = share * reach * (value.amax() - value.amin()) / cells if value.numel() else 0.0
                     values[name] = expected[name].maximum(value - room).minimum(value + room)
-                return Reading(values)
+                return Evidence(values)
 
             return read
 

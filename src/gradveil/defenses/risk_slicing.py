@@ -13,7 +13,7 @@ from gradveil.compensation import ASPECT, compensate
 from gradveil.core.parameters import flag, integer, number, state
 from gradveil.core.tensors import Tensors
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared, check_result, checked_gradients, meta_of
-from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, Reading, clip_to, each_round
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, clip_to, each_round
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
@@ -148,10 +148,10 @@ class RiskSlicing(Defense):
         expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
         compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
         if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike: there is none to leave out
-            noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
+            noise = Knowledge("weighs a prior by the noise", expect=expect, variance=self.noise_std**2)
             return {"prior": noise, "compensate": compensated}
 
-        def read(expected: Gradients, update: Gradients) -> Reading:
+        def read(expected: Gradients, update: Gradients) -> Evidence:
             squares = {name: (expected[name] - value).square() for name, value in update.items()}
             misfits = torch.stack(
                 [
@@ -160,7 +160,7 @@ class RiskSlicing(Defense):
                 ]
             )
             worst = misfits.argsort(descending=True)[: self.noisy_slices]
-            return Reading(
+            return Evidence(
                 update,
                 {
                     name: (slice_of[name].unsqueeze(-1) != worst).all(-1).to(value.dtype)

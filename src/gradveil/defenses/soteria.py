@@ -10,7 +10,7 @@ from torch.func import jvp, vjp, vmap
 
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import DEFENSES, StepDefense
-from gradveil.defenses.knowledge import Knowledge, Reading
+from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.defenses.selection import share_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
@@ -82,12 +82,12 @@ class Soteria(StepDefense):
         """
         weight, several = self._pruned_layer(task), steps_of(local, batch_size) > 1
 
-        def read(_expected: Gradients, update: Gradients) -> Reading:
+        def read(_expected: Gradients, update: Gradients) -> Evidence:
             weights = {name: torch.ones_like(value) for name, value in update.items()}
             if weight in update:
                 kept = (update[weight] != 0).any(0) & (not several)
                 weights[weight] = kept.to(update[weight].dtype).expand_as(update[weight])
-            return Reading(update, weights)
+            return Evidence(update, weights)
 
         if several:
             return {"mute": Knowledge("leaves the classifier's weight out", read=read)}
@@ -139,8 +139,8 @@ def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source
     parameters = task.parameters
     inputs = inputs.clone()  # the tangent of a view is as large as what it views
 
-    def represent(images: Tensor) -> Tensor:
-        return task.representation(parameters, images)
+    def represent(inputs: Tensor) -> Tensor:
+        return task.representation(parameters, inputs)
 
     def squared_response(direction: Tensor) -> Tensor:
         tangent: Tensor = jvp(represent, (inputs,), (direction,))[1]

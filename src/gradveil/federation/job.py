@@ -169,7 +169,7 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of the public examples, and of those that are left for the clients."""
     if len(train_split) <= PUBLIC_SAMPLES:
         raise ParameterError(
-            f"train: expected more than {PUBLIC_SAMPLES} training images ({PUBLIC_SAMPLES} are the public set), "
+            f"train: expected more than {PUBLIC_SAMPLES} training examples ({PUBLIC_SAMPLES} are the public set), "
             f"got {len(train_split)}"
         )
     shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))

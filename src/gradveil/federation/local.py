@@ -119,7 +119,7 @@ def check_settings(
     most = max(map(len, shares))
     if training.batch_size > most:
         warnings.warn(
-            f"batches of {training.batch_size} images were asked for, but no client holds more than {most}; "
+            f"batches of {training.batch_size} examples were asked for, but no client holds more than {most}; "
             "each uses all it has",
             stacklevel=2,
         )

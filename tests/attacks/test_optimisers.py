@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil import models
-from gradveil.attacks import engine
-from gradveil.attacks.engine import Objective, adam, lbfgs
-from gradveil.attacks.matching import squared_distance
+from gradveil.attacks.matching import LBFGS, Adam, Objective
+from gradveil.attacks.matching import objective as objective_module
+from gradveil.attacks.matching.distances import squared_distance
 from gradveil.metrics import psnr
+from gradveil.modality import IMAGE
+
+
+def adam(objective, start, *, iterations, project=None, progress=None, **parameters):
+    return Adam(**parameters).minimise(objective, start, iterations=iterations, project=project, progress=progress)
+
+
+def lbfgs(objective, start, *, iterations, **parameters):
+    return LBFGS(**parameters).minimise(objective, start, iterations=iterations)
 
 
 def rosenbrock(x, scale):
@@ -103,7 +112,7 @@ def test_adam_keeps_the_box_and_the_best_candidate():
         iterations=100,
         lr=0.1,
         signed=True,
-        box=(0.0, 1.0),
+        project=IMAGE.project,
         progress=lambda done, total, left: seen.append((done, total, left)),
     )
     assert found.candidates[0].item() == 1.0
@@ -171,7 +180,7 @@ def test_auto_measures_and_says_what_it_chose(targets, monkeypatch):
 
     def choose(alone, batched, evaluations=1):
         measured = iter([alone, batched])
-        monkeypatch.setattr(engine, "_seconds", lambda _work: next(measured))
+        monkeypatch.setattr(objective_module, "_seconds", lambda _work: next(measured))
         objective = Objective(quartic, targets, evaluations=evaluations)
         return objective._find_fastest(torch.zeros(5, 3, dtype=torch.float64), torch.arange(5))
 

@@ -1,0 +1,61 @@
+"""Distances between gradients, each with its unit."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradveil.task import Gradients
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one victim's simulated update is from the shared one.
+
+    Args:
+        between: ``(simulated, shared)``: the distance, over the layers of the shared update.
+        unit: ``(length, signal)``: what a squared error of 1 counts in it, for an update of that squared length, of
+            which `signal` is not noise. So others can weigh squared errors of their own against the distance.
+
+    Example:
+        >>> here, there = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 2.0])}
+        >>> SQUARED.between(here, there), RELATIVE.between(here, there), COSINE.between(here, there)
+        (tensor(5.), tensor(1.2500), tensor(1.))
+    """
+
+    between: Callable[[Gradients, Gradients], Tensor]
+    unit: Callable[[Tensor, Tensor], Tensor]
+
+
+def squared_length(gradients: Gradients) -> Tensor:
+    """Over all layers together."""
+    return torch.stack([value.square().sum() for value in gradients.values()]).sum()
+
+
+def squared_distance(gradients: Gradients, target: Gradients) -> Tensor:
+    """The squared Euclidean distance between two gradients."""
+    return torch.stack([(gradients[name] - target[name]).square().sum() for name in target]).sum()
+
+
+def cosine_distance(gradients: Gradients, target: Gradients) -> Tensor:
+    """One minus the cosine between two gradients, over all layers together."""
+    tiny = torch.finfo(next(iter(gradients.values())).dtype).tiny
+
+    def dot(a: Gradients, b: Gradients) -> Tensor:
+        return torch.stack([(a[name] * b[name]).sum() for name in target]).sum()
+
+    lengths = dot(gradients, gradients).clamp_min(tiny) * dot(target, target).clamp_min(tiny)
+    return 1 - dot(gradients, target) / lengths.sqrt()
+
+
+def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
+    """The squared distance in units of the target's squared length."""
+    length = squared_length(target)
+    return squared_distance(gradients, target) / length.clamp_min(torch.finfo(length.dtype).tiny)
+
+
+SQUARED = Distance(squared_distance, lambda length, _signal: torch.ones_like(length))
+RELATIVE = Distance(relative_distance, lambda length, _signal: length.reciprocal())
+# Near a target u, an error of the signal g counts 1 / (2 |u| |g|) times its square.
+COSINE = Distance(cosine_distance, lambda length, signal: 0.5 * (length * signal).rsqrt())

@@ -1,0 +1,123 @@
+"""One cost, evaluated for many victims: one by one or as one batched program, whichever is faster."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gradveil import checks, compilation
+from gradveil.task import differentiate_by_autograd
+
+EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
+
+
+class Objective:
+    """Losses and gradients of one cost for many victims.
+
+    Args:
+        cost: ``cost(candidate, *victim)`` for one victim, a scalar; must be vmap-able.
+        victims: tensors with a leading victim dimension (or nests of them), handed to `cost` one victim each.
+        execution: ``"loop"``: victim by victim; ``"batch"``: one vmapped program; ``"compile-loop"`` and ``"compile"``:
+            these two compiled; ``"auto"``: whichever is faster, found out by timing the first evaluations.
+        evaluations: how many evaluations of all victims are to come, so that ``"auto"`` can tell whether compiling
+            earns its time back.
+        victim_bytes: memory one victim takes while it is evaluated.
+        memory_budget: bytes that the victims evaluated at once may take; more victims are cut into chunks.
+
+    Example:
+        >>> objective = Objective(lambda x, target: (x - target).square().sum(), torch.tensor([[1.0], [3.0]]))
+        >>> losses, gradients = objective(torch.zeros(2, 1), torch.tensor([0, 1]))
+        >>> losses.tolist(), gradients.tolist()
+        ([1.0, 9.0], [[-2.0], [-6.0]])
+    """
+
+    def __init__(
+        self,
+        cost: Callable[..., Tensor],
+        *victims: Any,
+        execution: str = "auto",
+        evaluations: int = 1,
+        victim_bytes: int = 1,
+        memory_budget: int = 2 << 30,
+    ) -> None:
+        self.execution = checks.choice("attack", "execution", execution, EXECUTIONS)
+        self._victims = victims
+        self._cost = cost
+        self._many = vmap(grad_and_value(cost))
+        self._evaluations = evaluations
+        self._chunk = max(1, memory_budget // victim_bytes)
+        self._compiled = self._compile(execution)
+
+    def __call__(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses ``[n]`` and gradients ``[n, ...]`` of the candidates of victims `who`."""
+        if self.execution == "auto":
+            self.execution = self._find_fastest(candidates, who)
+        places = range(0, len(who), self._chunk)
+        parts = [self._evaluate(candidates[at : at + self._chunk], who[at : at + self._chunk]) for at in places]
+        return torch.cat([losses for losses, _ in parts]), torch.cat([gradients for _, gradients in parts])
+
+    def _evaluate(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+        if self.execution == "loop":
+            return self._loop(candidates, who)
+        if self.execution == "batch":
+            return self._batch(self._many, candidates, who)
+        if self.execution == "compile-loop":
+            parts = [self._batch(self._compiled, c, w) for c, w in zip(candidates, who, strict=True)]
+            return torch.stack([loss for loss, _ in parts]), torch.stack([gradient for _, gradient in parts])
+        # One shape, one compilation: a batch that has shrunk is filled up with its first victim.
+        missing = min(self._chunk, self._count) - len(who)
+        filled = torch.cat([candidates, candidates[:1].expand(missing, *candidates.shape[1:])])
+        losses, gradients = self._batch(self._compiled, filled, torch.cat([who, who[:1].expand(missing)]))
+        return losses[: len(who)], gradients[: len(who)]
+
+    def _compile(self, execution: str) -> Any:
+        functions = {"compile": self._many, "compile-loop": grad_and_value(self._cost)}
+        return compilation.compiled(functions[execution]) if execution in functions else None
+
+    def _batch(self, function: Any, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+        gradients, losses = function(candidates, *tree_map(lambda tensor: tensor[who], self._victims))
+        return losses.detach(), gradients.detach()
+
+    def _loop(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+        losses, gradients = [], []
+        with differentiate_by_autograd():
+            for candidate, index in zip(candidates, who.tolist(), strict=True):
+                leaf = candidate.detach().requires_grad_()
+                loss = self._cost(leaf, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
+                losses.append(loss.detach())
+                gradients.append(torch.autograd.grad(loss, leaf)[0])
+        return torch.stack(losses), torch.stack(gradients)
+
+    @property
+    def _count(self) -> int:
+        return len(tree_leaves(self._victims)[0])
+
+    def _find_fastest(self, candidates: Tensor, who: Tensor) -> str:
+        """Time a victim alone and a victim in the batch; compile if the whole run is long enough to earn it back."""
+        chunk = min(self._chunk, len(who))
+        alone = _seconds(lambda: self._loop(candidates[:1], who[:1]))
+        batched = math.inf
+        if chunk > 1:
+            batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], who[:chunk])) / chunk
+        uncompiled = min(alone, batched) * self._count * self._evaluations
+        if compilation.is_worth_it(uncompiled, len(tree_leaves(self._victims))):
+            chosen = "compile" if batched < alone else "compile-loop"
+            self._compiled = self._compile(chosen)
+            return chosen
+        return "batch" if batched < alone else "loop"
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The time of one call, the better of two after a first one that warms up."""
+    work()
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return min(times)

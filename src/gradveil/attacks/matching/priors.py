@@ -1,0 +1,34 @@
+"""Priors: what makes a candidate likely by itself, whatever its gradient."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from gradveil.errors import ThreatModelError
+from gradveil.task import Task
+
+Prior = Callable[[Tensor], Tensor]
+"""What is added to the cost of a candidate."""
+
+LEAST_PRIOR = 0.004
+"""`least_prior` of attacks that have no prior of their own, see `Matching`."""
+
+
+ROUNDING = 1e-2
+"""How far the kinks of a prior are rounded off for an optimiser that needs a smooth cost."""
+
+
+def check_prior(owner: str, weight: str, task: Task) -> None:
+    """Refuse a task whose inputs have no prior that a parameter could weigh.
+
+    Args:
+        owner: who asks, for the error message.
+        weight: the name of the parameter.
+        task: whose inputs.
+    """
+    modality = task.modality
+    if modality.prior(modality.probe(1, task.input_shape, dtype=task.dtype, device=task.device)) is None:
+        raise ThreatModelError(
+            f"{owner}: {weight} weighs a prior, and there is none of {modality.name} inputs of shape "
+            f"{list(task.input_shape)} (that of images is defined for images [channels, height, width]); use {weight}=0"
+        )

@@ -1,0 +1,90 @@
+"""The way from a start to the minimum of a cost, through the stages of a smoothed model if there are any."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks.findings import LossHistory, Reconstruction
+from gradveil.attacks.matching.cost import Cost, Matching, victim_bytes
+from gradveil.attacks.matching.objective import Objective
+from gradveil.attacks.matching.optimisers import Optimiser
+from gradveil.attacks.problem import Problem
+from gradveil.task import Gradients
+
+Unpack = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def match(
+    problem: Problem,
+    start: Tensor,
+    optimiser: Optimiser,
+    matching: Matching,
+    *,
+    iterations: int,
+    smoothing: Sequence[float] = (),
+    unpack: Unpack | None = None,
+) -> Reconstruction:
+    """Find candidates whose update is near the target, and that the prior likes.
+
+    Args:
+        problem: the updates in all their rounds, and what is known.
+        start: first candidates ``[victims, ...]``.
+        optimiser: how to look.
+        matching: what for.
+        iterations: steps of the optimiser, in each stage of the smoothing.
+        smoothing: stages of ReLU smoothing, from smooth to sharp; empty: the model as it is. See `Task.smoothed`.
+        unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
+    """
+    precision = optimiser.precision or problem.task.dtype
+    targets = [{name: value.to(precision) for name, value in updates.items()} for _, updates in problem.rounds]
+    stages = smoothing or (None,)
+    total = iterations * len(stages)
+    history: LossHistory | None = None
+    candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
+    for number, sharpness in enumerate(stages):
+        tasks = [(seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in problem.rounds]
+        cost = matching.cost(problem, tasks)
+        objective = Objective(
+            _unpacked(cost, unpack) if unpack else cost,
+            targets,
+            problem.labels,
+            execution=execution,
+            evaluations=iterations,
+            victim_bytes=victim_bytes(tasks[0], problem),
+        )
+
+        def tell(done: int, _steps: int, left: float, before: int = number * iterations) -> None:
+            if problem.progress:
+                later = total - before - iterations
+                problem.progress(before + done, total, left + later * left / max(1, iterations - done))
+
+        solution = optimiser.minimise(
+            objective,
+            candidates,
+            iterations=iterations,
+            project=None if unpack else problem.task.modality.project,
+            progress=tell,
+        )
+        candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
+        history = solution.history if history is None else replace(solution.history, start=history.start)
+        if solution.interrupted:
+            break
+    return Reconstruction(
+        inputs=candidates,
+        labels=problem.labels,
+        loss=solution.losses,
+        iterations=taken,
+        history=history,
+        execution=execution,
+        interrupted=solution.interrupted,
+    )
+
+
+def _unpacked(cost: Cost, unpack: Unpack) -> Cost:
+    def of_candidate(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
+        inputs, label = unpack(candidate, label)
+        return cost(inputs, updates, label)
+
+    return of_candidate
