@@ -155,11 +155,11 @@ def test_an_announcement_is_used_to_read_and_to_aggregate():
 
 
 def test_statistics_may_be_left_out_only_where_that_is_said():
-    statistics = {"mean": torch.tensor([1.0]), "running_var": torch.tensor([2.0])}
+    statistics = {"mean": torch.tensor([1.0]), "mask": torch.tensor([-torch.inf])}  # of the server's own, anything goes
     update = Update({"w": torch.ones(10)}, Meta(round=7, buffers={"mean": torch.tensor([5.0])}))
     message = wire.encode(update)
     some, _ = opened(statistics=statistics, all_statistics=False)
-    assert some.read(message).meta.buffers == {"mean": torch.tensor([5.0]), "running_var": torch.tensor([2.0])}
+    assert some.read(message).meta.buffers == {"mean": torch.tensor([5.0]), "mask": torch.tensor([-torch.inf])}
     strict, _ = opened(statistics=statistics)
     with pytest.raises(InputError, match="both sides must name the same statistics"):
         strict.read(message)

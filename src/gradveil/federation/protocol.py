@@ -166,9 +166,9 @@ class OpenRound(Replies[T]):
             weight_of("samples", meta.samples, self.most_samples)
             if meta.local != self.local:
                 raise InputError(f"expected local steps {self.local}, got {meta.local}")
-        if not self.all_statistics:
-            meta.buffers = {**self.statistics, **meta.buffers}
-        check_statistics(self.statistics, meta.buffers)
+        known = self.statistics
+        check_statistics({n: v for n, v in known.items() if self.all_statistics or n in meta.buffers}, meta.buffers)
+        meta.buffers = {**known, **meta.buffers}
         return update
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float], memory: Memory | None = None) -> Update:
