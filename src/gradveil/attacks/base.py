@@ -1,6 +1,5 @@
 """The contract of an attack: a problem in, findings out."""
 
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from gradveil.attacks.labels import check_inferable, find_labels
 from gradveil.attacks.problem import Observed, Problem, Progress, observed_rounds
 from gradveil.attacks.restarts import best_of
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.timing import timed
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import fresh_generator
 from gradveil.registry import Method, Registry
@@ -78,15 +78,14 @@ class Attack(Method, ABC):
             execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is faster,
                 found by timing.
         """
-        started = time.perf_counter()
-        generator = generator or fresh_generator(task.device)
-        problem = self.pose(task, updates, threat, generator, progress, execution)
-        found = best_of(self.restarts, self._run, problem)
-        inputs = found.inputs.to(task.dtype)
-        if problem.knowledge and problem.knowledge.after:
-            inputs = problem.knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
-        seconds = time.perf_counter() - started
-        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=seconds)
+        with timed(task.device) as took:
+            generator = generator or fresh_generator(task.device)
+            problem = self.pose(task, updates, threat, generator, progress, execution)
+            found = best_of(self.restarts, self._run, problem)
+            inputs = found.inputs.to(task.dtype)
+            if problem.knowledge and problem.knowledge.after:
+                inputs = problem.knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
+        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=took.seconds)
 
     def _run(self, problem: Problem) -> Reconstruction:
         found = self.run(problem)

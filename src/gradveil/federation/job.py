@@ -63,6 +63,8 @@ class Job:
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)
         defense, task = defense.prepare(task, public=known, generator=generator)
+        if task.classes is None:  # there is no accuracy
+            training = dataclasses.replace(training, evaluate_every=None)
         return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
@@ -98,9 +100,7 @@ class Job:
 
     def accuracy(self, task: Task, done: int) -> float | None:
         """On the test examples after `done` rounds, if that is a time to evaluate."""
-        if task.classes is None or not self.training.evaluates_after(done):
-            return None
-        return evaluate(task, self.dataset.test)[0]
+        return evaluate(task, self.dataset.test)[0] if self.training.evaluates_after(done) else None
 
     def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
         """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""

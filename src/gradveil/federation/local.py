@@ -81,9 +81,8 @@ def train(
         )
         checkpoints = None
         if checkpoint is not None:
-            checkpoints = Checkpoints(
-                checkpoint, identify(task, dataset, defense, training, clients.execution), training
-            )
+            identity = identify(task, dataset, defense, training, clients.execution)
+            checkpoints = Checkpoints(checkpoint, identity, job.training)
             if resume:
                 checkpoints.load_into(state)
             else:
@@ -190,8 +189,8 @@ class _Federation:
             state.number,
             choose_clients(self.job.training, state.number),
             state.faults.append,
-            self.job.defense,
-            state.parameters,
+            defense=self.job.defense,
+            parameters=state.parameters,
             statistics={name: state.buffers[name] for name in self.job.statistics},
             most_samples=self.job.training.batch_size,
             local=self.job.training.local,
