@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradveil import report
+from gradveil.audit import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config
 from gradveil.audit.rows import VERSION, MethodId, ResultRow, UtilityRow
 from gradveil.audit.schema import sealed
@@ -25,6 +26,7 @@ from gradveil.report.tables import ranking
 
 DISTANCES = {("none", "idlg"): 0.02, ("none", "dlg"): 0.05, ("top-k", "idlg"): 0.6, ("top-k", "dlg"): 0.7}
 SETTINGS = {
+    **AuditConfig().to_json(),
     "dataset": "meters",
     "model": "mlp",
     "defenses": ["none", "top-k"],
