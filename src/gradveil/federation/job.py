@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -59,6 +59,8 @@ class Job:
     @classmethod
     def prepare(cls, task: Task, dataset: Dataset, defense: Defense, training: Training) -> "Job":
         """Deal out the data and let the defense look at the public part of it."""
+        if task.classes is None:  # there is no accuracy to measure on the way
+            training = replace(training, evaluate_every=None)
         public, shares = deal(dataset.train, training)
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)

@@ -72,6 +72,7 @@ def train(
         raise ParameterError("train: resume needs checkpoint, the folder to go on in; name it or leave resume out")
     with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
         job = Job.prepare(task, dataset, defense, training)
+        training = job.training
         clients = Clients(job.task, job.defense, training, execution)
         state = State(
             job.task.parameters,
