@@ -44,6 +44,7 @@ def build_task(
     model: str,
     *,
     seed: int = 0,
+    loss: str = "cross-entropy",
     weights: Path | None = None,
     norms: str | None = None,
     mean: Sequence[float] | None = None,
@@ -56,6 +57,7 @@ def build_task(
         dataset: says what an input is and which classes there are.
         model: a name with parameters, or ``FILE.py@FUNCTION``, which is code that runs.
         seed: of the initial weights.
+        loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model of one logit.
         weights: a safetensors file of the user's own weights, by the model's names; None: the initial ones.
         norms: ``"train"``: batch norm works on the statistics of the batch; ``"inference"``: on its running ones; None:
             as the model comes.
@@ -65,7 +67,8 @@ def build_task(
     """
     name, parameters = parse_spec(model)
     shape, classes = dataset.train.input_shape, len(dataset.classes)
-    net = models.create(name, input_shape=shape, classes=classes, seed=seed, **parameters)
+    logits = 1 if loss == "logistic" else classes
+    net = models.create(name, input_shape=shape, classes=logits, seed=seed, **parameters)
     if weights is not None:
         load_weights(net, weights)
     if norms is not None:
@@ -73,7 +76,8 @@ def build_task(
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
-    return Task(net.to(device), input_shape=shape, classes=classes, mean=mean, std=std, modality=dataset.train.modality)
+    modality = dataset.train.modality
+    return Task(net.to(device), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
