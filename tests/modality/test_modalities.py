@@ -24,7 +24,7 @@ LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0,
 class Vector(Modality):
     """Four numbers, stored as they are, each in a range of its own."""
 
-    name, unit, primary = "vector", "row", "mse"
+    name, unit, primary, rule = "vector", "row", "mse", "mean squared error of at most .1"
 
     def check_stored(self, where, stored):
         if stored.dtype != torch.float32 or stored.shape[1:] != LOW.shape:
