@@ -46,7 +46,7 @@ PLACES = {
     ],
     "image attacks": [
         *("attacks/*imprint*", "attacks/loki*", "attacks/robbing*", "attacks/r_gap*", "attacks/inverting_gradients*"),
-        *("attacks/grad_inversion*", "theory/rank.py"),
+        *("attacks/grad_inversion*", "attacks/presets.py", "theory/rank.py", "inspection.py"),
     ],
     "image defenses": ["defenses/ats*", "defenses/refiner*", "transforms.py", "denoising.py"],
     "pictures in reports": ["report/images.py", "report/gallery.py", "report/picture.py"],
