@@ -84,8 +84,8 @@ class GradInversion(Attack):
         parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
 
         def prior(inputs: Tensor) -> Tensor:
-            small, unlikely = self.l2 * inputs.square().mean(), modality.prior(inputs)
-            return small if unlikely is None else self.tv * unlikely + small
+            unlikely = modality.prior(inputs)
+            return (0.0 if unlikely is None else self.tv * unlikely) + self.l2 * inputs.square().mean()
 
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
         tasks = [stage for stage, _ in problem.rounds]
