@@ -34,7 +34,8 @@ from gradveil import data, models
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
 from gradveil.federation.clients import Clients
-from gradveil.federation.local import choose_clients, deal, draw, split_public
+from gradveil.federation.job import Job
+from gradveil.federation.training import choose_clients
 
 PARTS = ("speed", "flower", "growth", "defenses", "where", "chunks")
 GOALS = {1: 3.0, 16: 2.5}
@@ -76,14 +77,14 @@ def plain_loop(
     task = build(dataset)
     model = task.copy_model()
     parameters = list(model.parameters())
-    shares = deal(dataset.train, split_public(dataset.train, training.seed)[1], training)
+    job = Job.prepare(task, dataset, gradveil.defense("none"), training)
     velocity = [torch.zeros_like(value) for value in parameters]
     for number in range(training.rounds):
         clients = choose_clients(training, number)
         mean: list[Tensor] = [torch.zeros_like(value) for value in parameters]
         groups = [clients] if one_pass else [[client] for client in clients]
         for group in groups:
-            drawn = draw(task, dataset.train, shares, training, number, *group).values()
+            drawn = job.draw(task, number, *group).values()
             images, labels = (torch.cat(parts) for parts in zip(*drawn, strict=True))
             gradients = torch.autograd.grad(F.cross_entropy(model(images), labels), parameters)
             for total, gradient in zip(mean, gradients, strict=True):
@@ -204,15 +205,20 @@ def chunks(rounds: int, compiled: bool) -> None:
     ):
         task = build(dataset, name)
         training = Training(clients=count, batch_size=batch_size)
-        shares = deal(dataset.train, split_public(dataset.train, 0)[1], training)
-        batches = draw(task, dataset.train, shares, training, 0)
+        job = Job.prepare(task, dataset, gradveil.defense("none"), training)
+        batches = job.draw(task, 0)
         programs = {
             size: Clients(task, gradveil.defense("none"), training, execution, cache_bytes=size << 20) for size in sizes
         }
         taken = dict.fromkeys(sizes, math.inf)
         for _ in range(rounds + 1):  # the first one warms up
             for size, clients in programs.items():
-                shared = clients.share(task, batches, lambda _client, _purpose: torch.Generator(), {})
+                shared = clients.share(
+                    list(batches),
+                    lambda client, job=job, task=task, batches=batches: job.client_round(
+                        task, 0, client, batches[client], "share"
+                    ),
+                )
                 taken[size] = min(taken[size], shared.gradient_seconds)
         best = min(taken.values())
         ratios = " ".join(f"{taken[size] / best:8.2f}" for size in sizes)

@@ -20,6 +20,7 @@ import gradveil
 from gradveil import models
 from gradveil.defenses.risk_slicing import cut_slices, layer_risks
 from gradveil.task import sensitivity_error
+from gradveil.task.sensitivity import direction_bytes
 
 CASES = [("lenet", (1, 28, 28), 8), ("lenet", (3, 32, 32), 8), ("mnist-cnn", (1, 28, 28), 16), ("cnn6", (3, 32, 32), 8)]
 
@@ -49,7 +50,7 @@ def cost(name: str, shape: tuple[int, int, int], batch: int, directions: int = 1
         task.sensitivity(inputs, labels, directions, generator=generator)
 
     def one_by_one() -> None:
-        task.sensitivity(inputs, labels, directions, generator=generator, memory_budget=task._direction_bytes(batch))
+        task.sensitivity(inputs, labels, directions, generator=generator, memory_budget=direction_bytes(task, batch))
 
     works = {"plain": plain, "together": together, "one by one": one_by_one}
     best = dict.fromkeys(works, math.inf)

@@ -19,7 +19,7 @@ import gradveil
 from gradveil import data, models
 from gradveil.audit.store import resume_command
 from gradveil.cli import main
-from gradveil.federation.local import PUBLIC_SAMPLES
+from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
     "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"
@@ -394,7 +394,7 @@ def test_what_cannot_be_done_as_asked_is_noted(gradveil_command, tmp_path):
     code, _, err = gradveil_command(*words, "--out", tmp_path / "out")
     assert code == 0
     most = math.ceil((len(data.load("mnist").train) - PUBLIC_SAMPLES) / 3)  # mnist may be whole or the embedded digits
-    assert f"batches of 99999 images were asked for, but no client holds more than {most}" in err
+    assert f"batches of 99999 examples were asked for, but no client holds more than {most}" in err
     assert re.search(r"round 2 of 2, loss [\d.]+, [\d.]+ rounds/s", err)  # no accuracy: it would be the one before
 
 
@@ -442,14 +442,14 @@ def test_a_training_stopped_before_its_first_checkpoint_goes_on_as_it_was_asked(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("gradveil.cli.run_training", interrupted)
+        patched.setattr("gradveil.federation.engines.train", interrupted)
         assert gradveil_command(*SHORT, "--seed", 7, "--out", folder)[0] == 130
     code, _, err = gradveil_command("train", "--resume", "--out", folder, "--seed", 8)
     assert code == 2
     assert "holds another training: seed was 7, is 8" in err
     code, out, err = gradveil_command("train", "--resume", "--out", folder, "--json")
     assert code == 0
-    assert "note: there is no checkpoint of the training under none; it begins with its first round" in err
+    assert "note: there is no checkpoint of the training under none; it begins with round 1" in err
     _, expected, _ = gradveil_command(*SHORT, "--seed", 7, "--json")
     assert json.loads(out)["loss"] == json.loads(expected)["loss"]
 

@@ -34,7 +34,7 @@ from gradveil.attacks.labels import infer_labels
 from gradveil.audit.run import choose_execution
 from gradveil.audit.statistics import paired_difference
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW
-from gradveil.federation.local import as_batch, split_public
+from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec

@@ -27,7 +27,7 @@ from gradveil import data, metrics, models
 from gradveil.attacks.base import ThreatModel
 from gradveil.errors import GradveilError, UnknownNameError
 from gradveil.federation import Training, train
-from gradveil.federation.local import split_public
+from gradveil.federation.job import split_public
 from gradveil.modality import IMAGE
 from gradveil.models.malicious import Imprint
 from gradveil.randomness import derived_generator

@@ -24,7 +24,7 @@ from gradveil import data, metrics, models
 from gradveil.audit.run import choose_execution
 from gradveil.data import Dataset
 from gradveil.federation import Training, train
-from gradveil.federation.local import as_batch, split_public
+from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec

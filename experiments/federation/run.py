@@ -27,7 +27,7 @@ from gradveil.audit.store import JsonLines, slug
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
-from gradveil.federation.local import performance_maintenance
+from gradveil.federation.job import performance_maintenance
 from gradveil.registry import parse_spec
 from gradveil.report import curves
 

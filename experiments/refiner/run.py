@@ -24,7 +24,7 @@ from gradveil import data, metrics, models
 from gradveil.defenses import DEFENSES
 from gradveil.defenses.refiner import Refiner, layer_numbers
 from gradveil.federation import Training, train
-from gradveil.federation.local import performance_maintenance
+from gradveil.federation.job import performance_maintenance
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec
 

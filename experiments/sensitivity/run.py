@@ -23,7 +23,7 @@ from gradveil import data, metrics, models, theory
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses.risk_slicing import layer_risks
 from gradveil.federation import Training, train
-from gradveil.federation.local import as_batch, evaluate, split_public
+from gradveil.federation.job import as_batch, evaluate, split_public
 from gradveil.modality import IMAGE
 from gradveil.randomness import derived_generator
 from gradveil.update import weighted_mean

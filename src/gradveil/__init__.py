@@ -15,7 +15,7 @@ from gradveil.task import Task
 from gradveil.update import LocalSteps, Rounds, Update
 
 if TYPE_CHECKING:
-    from gradveil.federation import flower as flower
+    from gradveil import flower as flower
 
 __version__ = "0.1.0"
 
@@ -55,8 +55,6 @@ def list_attacks() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # Flower is optional and takes a second to import; the other packages are there without an import of their own.
-    if name == "flower":
-        return import_module("gradveil.federation.flower")
-    if name in ("audit", "data", "federation", "metrics", "models", "report", "wire"):
+    if name in ("audit", "data", "federation", "flower", "metrics", "models", "report", "wire"):
         return import_module(f"gradveil.{name}")
     raise AttributeError(f"module 'gradveil' has no attribute {name!r}")

@@ -32,11 +32,11 @@ from gradveil.audit.store import CONFIG, Row, resume_command, slug
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
-from gradveil.federation import RoundRecord, Training, TrainingResult
-from gradveil.federation import train as run_training
+from gradveil.federation import ENGINES, RoundRecord, Training, TrainingResult
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import json_digest, model_file_digest
-from gradveil.federation.local import check_settings, performance_maintenance
+from gradveil.federation.job import performance_maintenance
+from gradveil.federation.local import check_settings
 from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
@@ -303,8 +303,9 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     check_settings(task, loaded, defenses, training, settings.execution)
     began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
     began_with[CONFIG_DIGEST] = json_digest(began_with)
-    # Flower's simulation keeps no checkpoints: its folder holds a training when there is a result.
-    checkpoints = output / CHECKPOINTS if output is not None and settings.engine == "local" else None
+    engine = ENGINES.create(settings.engine)
+    # Without checkpoints, a folder holds a training when there is a result.
+    checkpoints = output / CHECKPOINTS if output is not None and engine.checkpoints else None
     if output is not None and checkpoints is not None:
         write_json(output / CONFIG, began_with)
     torch.set_num_threads(choose_threads(task.size))
@@ -313,28 +314,18 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
         for number, chosen in enumerate(defenses, 1):
             name = str(chosen) if len(defenses) == 1 else f"{chosen} ({number} of {len(defenses)})"
             with _live_training(name, training.rounds) as watch:
-                if settings.engine == "flower":
-                    results[str(chosen)] = gradveil.flower.simulate(task, loaded, chosen, training, watch=watch)
-                    continue
-                place = None if checkpoints is None else checkpoints / slug(str(chosen))
-                begun = place is not None and (place / CHECKPOINT).exists()
-                if resume and not begun:
-                    say(f"note: there is no checkpoint of the training under {chosen}; it begins with its first round")
-                results[str(chosen)] = run_training(
-                    task,
-                    loaded,
-                    chosen,
-                    training,
-                    watch=watch,
-                    execution=settings.execution,
-                    checkpoint=place,
-                    resume=resume and begun,
-                )
+                options: dict[str, Any] = {"execution": settings.execution} if engine.executions else {}
+                if checkpoints is not None:
+                    place = checkpoints / slug(str(chosen))
+                    options |= {"checkpoint": place, "resume": resume and (place / CHECKPOINT).exists()}
+                    if resume and not options["resume"]:
+                        say(f"note: there is no checkpoint of the training under {chosen}; it begins with round 1")
+                results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
             say(f"stopped. Go on with: {_resume_training(checkpoints.parent, settings.model)}")
         else:
-            why = "there was no --out" if output is None else "Flower's simulation keeps no checkpoints"
+            why = "there was no --out" if output is None else f"{engine.words} keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
         raise typer.Exit(INTERRUPTED) from None
     except GradveilError:
@@ -480,14 +471,12 @@ def _resume_training(folder: Path, model: str) -> str:
 
 def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:
     """Refuse options that would change nothing."""
-    checks.choice("train", "engine", settings.engine, ("local", "flower"))
-    if settings.engine == "flower" and resume:
+    engine = ENGINES.create(settings.engine)
+    if resume and not engine.checkpoints:
+        raise ParameterError(f"train: {engine.words} keeps no checkpoints; leave --resume out or use --engine local")
+    if "execution" in given and not engine.executions:
         raise ParameterError(
-            "train: Flower's simulation keeps no checkpoints; leave --resume out or use --engine local"
-        )
-    if settings.engine == "flower" and "execution" in given:
-        raise ParameterError(
-            "train: Flower's simulation runs its clients in its own way; leave --execution out or use --engine local"
+            f"train: {engine.words} runs its clients in its own way; leave --execution out or use --engine local"
         )
     local = [f"--{name.replace('_', '-')}" for name in ("local_lr", "local_batch", "local_momentum") if name in given]
     if settings.local_epochs is None and local:

@@ -102,7 +102,7 @@ def batch_norm_task():
 
 def test_pure_statistics_equal_those_of_a_training_step():
     task, images = batch_norm_task(), torch.rand(4, 1, 6, 6)
-    trained = copy.deepcopy(task._model)
+    trained = copy.deepcopy(task._functional.live)
     trained(images)
     statistics = task.statistics(task.parameters, images)
     assert list(statistics) == ["1.running_mean", "1.running_var"]

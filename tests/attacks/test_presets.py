@@ -2,6 +2,7 @@ import pytest
 
 import gradveil
 from gradveil.attacks.presets import BUDGETS
+from gradveil.data.catalog import DATASETS
 from gradveil.errors import ParameterError, UnknownNameError
 
 
@@ -14,6 +15,13 @@ def test_every_attack_has_presets_that_grow_with_the_budget(name, dataset, model
         return
     iterations = [preset.iterations for preset in presets]
     assert iterations == sorted(set(iterations))
+
+
+@pytest.mark.parametrize("entry", DATASETS, ids=lambda entry: entry.name)
+def test_grey_or_colour_is_what_the_catalogue_says(entry):
+    assert entry.grey == ("grey" in entry.summary)
+    steps = gradveil.preset("idlg", dataset=entry.name, model="lenet").iterations
+    assert steps == (300 if entry.grey else 1000)
 
 
 def test_unknown_presets_are_refused():

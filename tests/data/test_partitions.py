@@ -124,7 +124,16 @@ def test_refuses_parameters_out_of_range(parameters, message):
         partition(LABELS, **parameters)
 
 
-@pytest.mark.parametrize("labels", [[], [0.5, 1.0], [[0, 1]], 3])
-def test_refuses_what_is_no_list_of_labels(labels):
+@pytest.mark.parametrize("scheme", ["iid", "dirichlet", "classes"])
+@pytest.mark.parametrize("labels", [[], 3])
+def test_refuses_what_is_no_list_of_labels(labels, scheme):
     with pytest.raises(InputError, match="labels must be a list of whole numbers"):
-        partition(labels)
+        partition(labels, scheme=scheme)
+
+
+@pytest.mark.parametrize("labels", [[0.5, 1.0], [[0, 1], [1, 1]]])
+def test_samples_without_a_class_each_are_only_dealt_out_evenly(labels):
+    assert sorted(torch.cat(partition(labels, clients=2)).tolist()) == [0, 1]
+    for scheme in ("dirichlet", "classes"):
+        with pytest.raises(InputError, match="must be a list of whole numbers .* by the scheme iid"):
+            partition(labels, clients=2, scheme=scheme)

@@ -12,7 +12,7 @@ from gradveil import models
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
 from gradveil.defenses.selection import largest
 from gradveil.errors import InputError
-from gradveil.federation.local import Training, train
+from gradveil.federation import Training, train
 
 
 def gradient(seed: int, size: int = 40) -> dict[str, torch.Tensor]:

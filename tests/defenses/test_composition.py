@@ -266,3 +266,67 @@ def test_a_defense_writes_what_is_behind_the_public_calls():
         class Old(gradveil.Perturbation):
             def aggregate(self, updates, *, weights=None, memory=None, announced=None):
                 return updates[0]
+
+
+# -- prepared values ------------------------------------------------------------------------------------------------
+
+
+def test_a_prepared_defense_is_another_one_and_the_first_is_untouched(tiny_task, tiny_batch):
+    for spec in ("risk-slicing", "optimal-noise:form=global", "risk-slicing+error-feedback", "risk-slicing+top-k"):
+        defense = gradveil.defense(spec)
+        prepared, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
+        again, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
+        assert prepared != defense == gradveil.defense(spec)
+        assert prepared == again
+        assert str(prepared) == str(defense)
+        memory = {}
+        assert prepared.share(tiny_task, *tiny_batch, memory=memory)
+        with pytest.raises(InputError, match="prepare"):
+            defense.share(tiny_task, *tiny_batch, memory={})
+
+
+# -- who knows a chain ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "known"),
+    [
+        ("gaussian-noise+top-k", True),
+        ("dp-sgd+top-k", True),
+        ("dp-sgd+gaussian-noise+quantization", True),
+        ("top-k+gaussian-noise", False),  # zeros that noise has covered say nothing
+        ("gaussian-noise+error-feedback+top-k", False),
+        ("gaussian-noise+top-k+error-feedback", True),
+    ],
+)
+def test_a_chain_says_whether_it_has_an_attacker_of_its_own(spec, known, tiny_task):
+    chain = gradveil.defense(spec)
+    assert chain.has_adaptive_attacker == known
+    assert bool(chain.adapt(tiny_task)) == known
+
+
+def test_the_attacker_of_a_chain_knows_all_of_it(tiny_task, tiny_batch):
+    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0.2+gaussian-noise:std=0.3+top-k:keep=0.5")
+    alone = gradveil.defense("top-k:keep=0.5").adapt(tiny_task)
+    forms = chain.adapt(tiny_task)
+    assert list(forms) == list(alone)
+    form = next(iter(forms.values()))
+    assert form.variance == pytest.approx(0.1**2 + 0.3**2)
+    assert form.read is not None
+    gradients = tiny_task.gradients(*one)
+    [expected] = form.expect([gradients], [gradients])
+    assert sum(float(value.square().sum()) for value in expected.values()) == pytest.approx(0.25)
+    assert sum(float(value.square().sum()) for value in gradients.values()) > 0.25
+
+
+def test_a_chain_without_noise_is_read_as_exactly_as_its_last_part(tiny_task, tiny_batch):
+    """What the attacker of the chain believes is what was sent, where it was sent."""
+    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0+top-k:keep=0.3")
+    update = dict(chain.share(tiny_task, *one, generator=torch.manual_seed(0)))
+    form = next(iter(chain.adapt(tiny_task).values()))
+    [expected] = form.expect([tiny_task.gradients(*one)], [update])
+    told = form.read(expected, update)
+    for name, weight in told.weights.items():
+        torch.testing.assert_close((weight * expected[name]), weight * told.values[name])

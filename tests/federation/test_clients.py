@@ -10,7 +10,7 @@ from gradveil.errors import ParameterError
 from gradveil.federation import Training
 from gradveil.federation.clients import Clients, choose_execution
 from gradveil.randomness import derived_generator
-from gradveil.update import compute_update
+from gradveil.update import ClientRound, compute_update
 
 SHAPE = (1, 12, 12)
 LOCAL = {
@@ -60,11 +60,28 @@ def randomness(client, purpose):
     return derived_generator(0, purpose, client)
 
 
+def asking(task, batches, local=None, memories=None):
+    """What each client is given."""
+
+    def ask(client):
+        inputs, targets = batches[client]
+        return ClientRound(
+            task=task,
+            inputs=inputs,
+            targets=targets,
+            generator=randomness(client, "share"),
+            memory=(memories or {}).get(client),
+            local=local,
+        )
+
+    return list(batches), ask
+
+
 def shared_by(execution, task, defense, batches, local, *, rounds=1, **options):
     """All updates of several rounds with the same batches, by the public path of each execution."""
     memories = {client: {} for client in batches}
     clients = Clients(task, defense, Training(clients=100, batch_size=6, local=local), execution, **options)
-    return [clients.share(task, batches, randomness, memories) for _ in range(rounds)]
+    return [clients.share(*asking(task, batches, local, memories)) for _ in range(rounds)]
 
 
 def assert_same(one, other):
@@ -102,11 +119,41 @@ def test_filling_up_needs_few_programs_and_changes_nothing():
     clients._batched._run = lambda weights, own, steps, length: (
         lengths.append(length) or run(weights, own, steps, length)
     )
-    batched = clients.share(task, batches, randomness, {})
+    batched = clients.share(*asking(task, batches))
     assert lengths == [1, 2, 4, 8]
     for client, (images, labels) in batches.items():
         for name, value in task.gradients(images, labels).items():
             torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-5, atol=1e-6)
+
+
+def soft(batches):
+    """The same labels as probabilities."""
+    return {client: (inputs, nn.functional.one_hot(labels, 4).float()) for client, (inputs, labels) in batches.items()}
+
+
+@pytest.mark.parametrize("local", LOCAL)
+def test_targets_that_are_no_class_numbers_are_batched_without_filling(local):
+    """Cross-entropy takes probabilities too, and none of them is one that it ignores."""
+    task, batches, none = task_of("mlp"), soft(batches_of(SIZES["unequal"])), gradveil.defense("none")
+    [batched] = shared_by("batch", task, none, batches, LOCAL[local])
+    [plain] = shared_by("loop", task, none, batches, LOCAL[local])
+    assert_same(plain.updates, batched.updates)
+    for client, (inputs, targets) in batches.items() if LOCAL[local] is None else ():
+        by_number = task.gradients(inputs, targets.argmax(1))
+        for name, value in by_number.items():
+            torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_one_class_number_per_example_is_no_need():
+    """A regression on two values per example, with a loss of its own."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
+    task = gradveil.Task(model, lambda out, y: (out - y).square().mean(), input_shape=SHAPE, classes=2)
+    batches = {
+        client: (inputs, inputs[:, 0, 0, :2].contiguous()) for client, (inputs, _) in batches_of([6, 2, 5]).items()
+    }
+    none = gradveil.defense("none")
+    [batched], [plain] = (shared_by(how, task, none, batches, LOCAL["avg"]) for how in ("batch", "loop"))
+    assert_same(plain.updates, batched.updates)
 
 
 @pytest.mark.parametrize("spec", [s for s in gradveil.list_defenses() if gradveil.defense(s).gradient_only])
@@ -228,7 +275,7 @@ def test_the_same_calls_run_compiled_when_a_training_is_resumed(monkeypatch, loc
         compiled.clear()
         calls = []
         for batches in rounds:
-            clients.share(task, batches, randomness, {})
+            clients.share(*asking(task, batches, LOCAL[local]))
             calls.append(compiled.copy())
             compiled.clear()
         return calls

@@ -13,7 +13,7 @@ from torch import nn
 import gradveil
 from gradveil import models, wire
 from gradveil.defenses.base import StepDefense
-from gradveil.federation import Inbox, Training, train
+from gradveil.federation import OpenRound, Training, train
 from gradveil.update import LocalSteps, Meta, Update
 
 ROUND = 6
@@ -29,8 +29,23 @@ def honest(*, values=MODEL, **changes) -> Update:
     return Update(layers, Meta(**meta))
 
 
-def inbox(clients=(0, 1, 2), **options) -> Inbox:
-    return Inbox(ROUND, clients, MODEL, buffers=BUFFERS, most_samples=32, **options)
+class Server(OpenRound):
+    """A round that three clients are asked in, with its faults."""
+
+    def __init__(self) -> None:
+        self.faults = []
+        super().__init__(
+            ROUND,
+            [0, 1, 2],
+            self.faults.append,
+            gradveil.defense("none"),
+            MODEL,
+            statistics=BUFFERS,
+            most_samples=32,
+        )
+
+    def accepts(self, client: int, message: bytes) -> bool:
+        return self.receive(client, lambda: self.read(message))
 
 
 def sealed(message: bytes) -> bytes:
@@ -60,27 +75,27 @@ def mutated(message: bytes, rng: random.Random) -> bytes:
 
 
 def test_an_honest_update_is_accepted():
-    box, update = inbox(), honest()
-    assert box.receive(1, wire.encode(update))
-    updates, faults = box.close()
+    server, update = Server(), honest()
+    assert server.accepts(1, wire.encode(update))
+    updates, faults = server.close(), server.faults
     assert list(updates) == [1]
     assert all(torch.equal(updates[1][name], value) for name, value in update.items())
     assert [(fault.client, fault.kind) for fault in faults] == [(0, "missing"), (2, "missing")]
 
 
 def test_ten_thousand_mutated_messages_are_all_refused():
-    rng, message, box = random.Random(0), wire.encode(honest()), inbox()
+    rng, message, server = random.Random(0), wire.encode(honest()), Server()
     sent = 0
     while sent < 10_000:
         hostile = mutated(message, rng)
         if hostile != message:
             sent += 1
-            assert not box.receive(sent % 3, hostile)
-    updates, faults = box.close()
+            assert not server.accepts(sent % 3, hostile)
+    updates, faults = server.close(), server.faults
     assert not updates
     assert Counter(fault.kind for fault in faults) == {"malformed": 10_000, "missing": 3}
     assert Counter(fault.client for fault in faults if fault.kind == "malformed")[1] == 3334
-    assert box.receive(0, message)  # nothing of it has harmed the box
+    assert server.accepts(0, message)  # nothing of it has harmed the server
 
 
 def without(values, name):
@@ -147,7 +162,7 @@ HOSTILE = {
     another_type: ("malformed", "both sides must use the same model"),
     other_layers: ("malformed", "both sides must use the same model"),
     another_round: ("stale", f"expected an update of round {ROUND}, got one "),
-    another_weight: ("malformed", "expected 1 to 32 samples, got "),
+    another_weight: ("malformed", "samples must be a number from 1 to 32, got "),
     other_steps: ("malformed", "expected local steps None, got LocalSteps"),
     other_statistics: ("malformed", "expected b"),
     locations: ("malformed", "it holds locations"),
@@ -157,13 +172,13 @@ HOSTILE = {
 @pytest.mark.parametrize("make", HOSTILE)
 def test_well_formed_garbage_is_refused_and_named(make):
     """Nine sorts of 125 messages each, all with a checksum that is right."""
-    rng, box = random.Random(1), inbox()
+    rng, server = random.Random(1), Server()
     kind, words = HOSTILE[make]
     for number in range(125):
         message = make(rng)
         assert sealed(message) == message
-        assert not box.receive(number % 3, message)
-    updates, faults = box.close()
+        assert not server.accepts(number % 3, message)
+    updates, faults = server.close(), server.faults
     assert not updates
     refused = [fault for fault in faults if fault.kind != "missing"]
     assert len(refused) == 125
@@ -173,19 +188,19 @@ def test_well_formed_garbage_is_refused_and_named(make):
 
 
 def test_the_first_of_two_counts_and_strangers_do_not():
-    box, first, second = inbox(), honest(), honest(samples=9)
-    assert box.receive(0, wire.encode(first))
-    assert not box.receive(0, wire.encode(second))
-    assert not box.receive(77, wire.encode(first))
-    updates, faults = box.close()
+    server, first, second = Server(), honest(), honest(samples=9)
+    assert server.accepts(0, wire.encode(first))
+    assert not server.accepts(0, wire.encode(second))
+    assert not server.accepts(77, wire.encode(first))
+    updates, faults = server.close(), server.faults
     assert updates[0].meta.samples == 8
     assert [(fault.client, fault.kind) for fault in faults][:2] == [(0, "duplicate"), (77, "stranger")]
 
 
 def test_a_client_may_try_again_after_a_refusal():
-    box, message = inbox(), wire.encode(honest())
-    assert not box.receive(2, message[:-1])
-    assert box.receive(2, message)
+    server, message = Server(), wire.encode(honest())
+    assert not server.accepts(2, message[:-1])
+    assert server.accepts(2, message)
 
 
 # -- in a training ----------------------------------------------------------------------------------------------------

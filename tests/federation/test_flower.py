@@ -30,8 +30,11 @@ from gradveil import cli, wire
 from gradveil.core.tensors import Tensors
 from gradveil.defenses import DEFENSES
 from gradveil.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
-from gradveil.federation import Training, flower, train
-from gradveil.federation.flower import GradveilStrategy, defense_mod
+from gradveil.federation import ENGINES, Training, flower, train
+from gradveil.federation.flower import GradveilStrategy, defense_mod, mod, simulation, strategy
+from gradveil.federation.flower.arrays import moved_arrays
+from gradveil.federation.flower.messages import bytes_record
+from gradveil.federation.flower.on_ray import run_on_ray
 from gradveil.update import Meta, Update
 
 LR = 0.5
@@ -517,7 +520,7 @@ def test_a_lying_publisher_is_refused_and_the_next_one_elected():
         if "gradveil.locations" in reply.content and not first:
             first.append(node)
             everything = {name: torch.ones_like(value, dtype=torch.bool) for name, value in gradient(0).items()}
-            reply.content["gradveil.locations"] = flower._bytes_record(wire.encode_locations(everything))
+            reply.content["gradveil.locations"] = bytes_record(wire.encode_locations(everything))
         return [reply]
 
     strategy = wrapped("aligned-dual-pruning")
@@ -535,13 +538,13 @@ def repaired(message: bytes) -> bytes:
 
 def with_update(reply: Message, update: Update, number: int | None = 1) -> list[Message]:
     update.meta.round = number
-    reply.content["gradveil.update"] = flower._bytes_record(wire.encode(update))
+    reply.content["gradveil.update"] = bytes_record(wire.encode(update))
     return [reply]
 
 
 def with_bytes(reply: Message, change) -> list[Message]:
     data = bytearray(reply.content["gradveil.update"]["bytes"].data)
-    reply.content["gradveil.update"] = flower._bytes_record(bytes(change(data)))
+    reply.content["gradveil.update"] = bytes_record(bytes(change(data)))
     return [reply]
 
 
@@ -736,6 +739,22 @@ def test_impossible_statistics_are_refused(name, value):
     assert state_of(result.arrays)["1.running_var"].tolist() == [1, 1]
 
 
+def test_statistics_that_a_client_leaves_out_stay_as_they_were():
+    """Where the defense aggregates itself, too: one client must not stop the others."""
+    names = [name for name in normed_arrays() if name.startswith("1.")]
+    change = with_statistic("1.running_mean", torch.full((2,), 3.0))
+    strategy = wrapped(ALIGNED, statistics=names)
+
+    def tamper(node, reply):
+        return change(reply) if node == 12 and "gradveil.update" in reply.content else [reply]
+
+    result, _ = run(strategy, client_app(defense_mod(ALIGNED, statistics=names)), arrays=normed_arrays(), tamper=tamper)
+    assert strategy.faults == []
+    mean = state_of(result.arrays)["1.running_mean"].tolist()
+    assert mean == pytest.approx([3.0 * 12 / sum(NODES)] * 2)
+    assert state_of(result.arrays)["1.running_var"].tolist() == pytest.approx([1, 1])
+
+
 def test_who_sends_something_wrong_may_send_it_again():
     def tamper(node, reply):
         return [reply, *BAD["bit"][0](message_from_proto(message_to_proto(reply)))] if node == 12 else [reply]
@@ -777,7 +796,7 @@ def test_a_model_that_stops_being_finite_stops_the_training():
     with pytest.raises(NotFiniteError, match="the model stopped being finite in round 1"):
         run(strategy, client_app(defense_mod("none")))
     with pytest.raises(NotFiniteError, match="start - lr \\* update overflows in 'w'"):
-        flower._moved(ArrayRecord({"w": torch.ones(1)}), Update({"w": torch.full((1,), 3e38)}), lr=4)
+        moved_arrays(ArrayRecord({"w": torch.ones(1)}), Update({"w": torch.full((1,), 3e38)}), lr=4)
 
 
 def test_an_inner_strategy_that_sends_several_models_is_refused():
@@ -925,8 +944,8 @@ def test_an_update_within_the_norm_is_not_touched(caplog):
 
 def test_a_norm_that_cannot_be_computed_sends_no_signal():
     """Squares of such values overflow even double precision."""
-    assert flower._cut({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
-    assert flower._cut({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
+    assert mod._cut({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
+    assert mod._cut({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
 
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
@@ -1156,7 +1175,7 @@ def test_an_app_cannot_use_our_names(kind, key):
 )
 def test_an_announcement_is_read_within_the_models_size(locations, error, words):
     message = question({"defense": ALIGNED})
-    message.content["gradveil.locations"] = flower._bytes_record(wire.encode_locations(locations))
+    message.content["gradveil.locations"] = bytes_record(wire.encode_locations(locations))
     with pytest.raises(error, match=words):
         flower.announced(message)
     app, context = client_app(defense_mod(ALIGNED, lr=LR)), context_of()
@@ -1288,11 +1307,11 @@ def test_of_two_nodes_a_record_of_another_name_stops_nobody(odd):
 # -- the simulated training ------------------------------------------------------------------------------------------
 
 
-def in_process(job, server, _actors):
+def in_process(job, work, server, *, clients, actors):  # noqa: ARG001
     """Flower's server app and client app, called one after the other instead of on Ray."""
     app = ClientApp()
-    app.train()(lambda message, context: flower._work(job, message, context))
-    server(LoopGrid(app, nodes=range(100, 100 + job.training.clients)), context_of())
+    app.train()(lambda message, context: work(job, message, context))
+    server(LoopGrid(app, nodes=range(100, 100 + clients)), context_of())
 
 
 FIVE = Training(rounds=5, clients=4, clients_per_round=3, batch_size=16, lr=0.05, evaluate_every=2, seed=3)
@@ -1328,12 +1347,18 @@ def batch_norm() -> tuple[torch.nn.Module, ...]:
     ],
 )
 def test_flower_trains_what_the_local_engine_trains(two_blobs, monkeypatch, spec, layers, changes):
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
-    training, seen = dataclasses.replace(FIVE, **changes), []
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
+    training, seen, done = dataclasses.replace(FIVE, **changes), [], []
     here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training)
-    there = flower.simulate(
-        task_for(two_blobs, *layers), two_blobs, gradveil.defense(spec), training, watch=seen.append
+    there = ENGINES.create("flower").train(
+        task_for(two_blobs, *layers),
+        two_blobs,
+        gradveil.defense(spec),
+        training,
+        watch=seen.append,
+        progress=lambda *figures: done.append(figures),
     )
+    assert done == [(number + 1, training.rounds) for number in range(training.rounds)]
     assert_same(there.task.parameters, here.task.parameters, atol=1e-12, rtol=1e-9)
     assert_same(there.task.buffers, here.task.buffers, atol=1e-12, rtol=1e-9)
     assert there.upload_bytes == pytest.approx(here.upload_bytes, rel=0.01, abs=100)
@@ -1345,7 +1370,7 @@ def test_flower_trains_what_the_local_engine_trains(two_blobs, monkeypatch, spec
 
 
 def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
     training = dataclasses.replace(FIVE, lr=1e200)
     layers = torch.nn.Flatten(), torch.nn.Linear(144, 8), torch.nn.Linear(8, 3)
     here = train(task_for(two_blobs, *layers), two_blobs, gradveil.defense("none"), training)
@@ -1357,8 +1382,8 @@ def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):
 
 def test_a_step_that_is_not_finite_is_not_taken(two_blobs, monkeypatch):
     finite = iter([True, True, False])
-    monkeypatch.setattr(flower, "_is_finite", lambda _record: next(finite))
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    monkeypatch.setattr(strategy, "is_finite", lambda _record: next(finite))
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
     stopped = flower.simulate(task_for(two_blobs), two_blobs, gradveil.defense("none"), FIVE)
     two = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(FIVE, rounds=2))
     assert stopped.diverged == 2
@@ -1381,7 +1406,7 @@ def test_a_client_that_is_not_finite_once_is_left_out_as_in_the_local_engine(two
                 raise NotFiniteError("gradients must be finite")
             return update
 
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
     here = train(task_for(two_blobs), two_blobs, Once(), FIVE)
     there = flower.simulate(task_for(two_blobs), two_blobs, Once(), FIVE)
     assert there.diverged is here.diverged is None
@@ -1395,7 +1420,7 @@ def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):
         def make_update(self, client):
             raise InputError("broken on purpose")
 
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
     with pytest.raises(InputError, match="flower: round 1, client 10.: failed: error 2: .*broken on purpose"):
         flower.simulate(task_for(two_blobs), two_blobs, Broken(), FIVE)
 
@@ -1420,7 +1445,7 @@ def test_the_simulation_tells_nobody(monkeypatch):
     monkeypatch.setattr(module, "event", report)
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
-    flower._run_on_ray(types.SimpleNamespace(training=FIVE), None, 1)
+    run_on_ray(None, None, None, clients=4, actors=1)
     assert seen == [{"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}]
     assert os.environ["FLWR_TELEMETRY_ENABLED"] == "1"
     assert "RAY_USAGE_STATS_ENABLED" not in os.environ
@@ -1452,7 +1477,7 @@ print(far, moved, here.history == there.history, len(reports))
 
 
 def test_the_command_line_trains_on_flower(monkeypatch, capsys):
-    monkeypatch.setattr(flower, "_run_on_ray", in_process)
+    monkeypatch.setattr(simulation, "run_on_ray", in_process)
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets its own
     results = []
@@ -1487,16 +1512,20 @@ def test_the_same_on_ray():
 # -- Flower is optional ----------------------------------------------------------------------------------------------
 
 
-def test_it_is_an_attribute_of_the_package():
-    assert gradveil.flower is flower
+def test_it_is_an_attribute_of_the_package_and_an_ordinary_module():
+    imported = importlib.import_module("gradveil.flower")
+    assert gradveil.flower is imported
+    assert {name: getattr(imported, name) for name in flower.__all__} == {n: getattr(flower, n) for n in flower.__all__}
+    assert imported.__all__ == flower.__all__
     with pytest.raises(AttributeError, match="module 'gradveil' has no attribute 'flour'"):
         _ = gradveil.flour
 
 
 def test_without_flower_the_error_says_what_to_install(monkeypatch):
-    for name in [name for name in sys.modules if name.partition(".")[0] == "flwr"]:
+    ours = "gradveil.flower", "gradveil.federation.flower"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flwr" or name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "flwr", None)
-    monkeypatch.delitem(sys.modules, "gradveil.federation.flower")
-    with pytest.raises(MissingPackageError, match=r"pip install 'gradveil\[flower\]'"):
-        importlib.import_module("gradveil.federation.flower")
+    for name in ours:
+        with pytest.raises(MissingPackageError, match=r"pip install 'gradveil\[flower\]'"):
+            importlib.import_module(name)

@@ -57,7 +57,8 @@ class DLG(Attack):
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
         task, victims = problem.task, problem.victims
-        shape, answers = (problem.examples, *task.input_shape), (problem.examples, task.classes)
+        shape = (problem.examples, *task.input_shape)
+        answers = (problem.examples, task.single_classes(self.name))
         values = math.prod(shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:

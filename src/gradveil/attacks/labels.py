@@ -74,16 +74,12 @@ def find_labels(
     clear = torch.zeros(len(updates), dtype=torch.bool)
     if threat.known_labels is not None:
         labels = threat.known_labels.to(task.device)
-        if labels.shape != (len(updates), threat.batch_size):
+        if labels.shape[:2] != (len(updates), threat.batch_size):
             raise InputError(
                 f"{owner}: known_labels must have shape [{len(updates)}, {threat.batch_size}] "
                 f"(victims, batch size), got {list(labels.shape)}"
             )
-        if labels.min() < 0 or labels.max() >= task.classes:
-            raise InputError(
-                f"{owner}: known_labels must lie in 0 to {task.classes - 1}, got {int(labels.min())} to "
-                f"{int(labels.max())}"
-            )
+        task.check_labels(f"{owner}: known_labels", labels.flatten(0, 1))
         return labels, clear
     if not inferred:
         return torch.zeros(len(updates), threat.batch_size, dtype=torch.long, device=task.device), clear

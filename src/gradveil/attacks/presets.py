@@ -8,6 +8,7 @@ from typing import Any
 
 from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.data.catalog import DATASETS
 
 BUDGETS = ("quick", "standard", "thorough")
 
@@ -43,7 +44,6 @@ _DEEP = {
 # Closed forms: no steps to spend a budget on.
 _WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki")
 _SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
-_GREY = ("mnist", "fashion-mnist", "mednist", "pneumonia", "faces-orl")
 
 
 def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> Attack:
@@ -54,14 +54,15 @@ def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> 
     Args:
         name: of the attack.
         budget: ``"quick"``, ``"standard"`` or ``"thorough"``.
-        dataset: name of the data set; others than the grey ones count as colour.
+        dataset: name of the data set; one that the catalogue does not know counts as colour.
         model: name of the model; others than the small ones count as deep.
 
     >>> preset("inverting-gradients", "quick", dataset="cifar10", model="resnet18").iterations
     200
     """
     checks.choice("preset", "budget", budget, BUDGETS)
-    small = _SMALL_GREY if dataset in _GREY else _SMALL_COLOUR
+    grey = any(entry.grey for entry in DATASETS if entry.name == dataset)
+    small = _SMALL_GREY if grey else _SMALL_COLOUR
     table = small if model in _SMALL_MODELS else _DEEP
     ATTACKS.get(name)  # an unknown attack has its own error
     if name in _WITHOUT_BUDGET:

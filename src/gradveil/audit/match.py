@@ -13,7 +13,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import ParameterError
 from gradveil.federation import Training, train
-from gradveil.federation.local import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.metrics import relative_power
 from gradveil.randomness import derived_generator
 from gradveil.registry import suggest

@@ -37,7 +37,8 @@ from gradveil.defenses import create as create_defense
 from gradveil.errors import OutputError, ParameterError, ThreatModelError
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
-from gradveil.federation.local import as_batch, check_settings, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, performance_maintenance, split_public
+from gradveil.federation.local import check_settings
 from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.randomness import derived_generator
 from gradveil.registry import parse_spec

@@ -78,9 +78,6 @@ class Parameter:
     whole: bool = False
 
 
-_UNDECLARED = Parameter(lambda _owner, _name, value: value, (), optional=True)
-
-
 def number(
     default: float | None,
     *,
@@ -141,6 +138,11 @@ def state() -> Any:
     return dataclasses.field(default=None, kw_only=True, metadata={_KEY: None})
 
 
+def component() -> Any:
+    """Not a parameter but a method that this one is made of."""
+    return dataclasses.field(metadata={_KEY: None})
+
+
 def _field(default: Any, declared: Parameter) -> Any:
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
@@ -148,8 +150,18 @@ def _field(default: Any, declared: Parameter) -> Any:
 def declared(method: Any) -> dict[str, Parameter]:
     """The declared parameters of a method or its class, by name."""
     fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
-    found = {one.name: one.metadata.get(_KEY, _UNDECLARED) for one in fields if one.init}
-    return {name: parameter for name, parameter in found.items() if parameter is not None}
+    for one in fields:
+        if _KEY not in one.metadata:
+            owner = method if isinstance(method, type) else type(method)
+            raise TypeError(
+                f"{owner.__name__}: the field {one.name} is not declared; write {one.name}: {_type_name(one.type)} = "
+                "number(...), or another of gradveil.core.parameters"
+            )
+    return {one.name: one.metadata[_KEY] for one in fields if one.metadata.get(_KEY) is not None}
+
+
+def _type_name(kind: object) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind)
 
 
 def check_declared(method: Any) -> None:

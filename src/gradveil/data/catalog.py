@@ -48,6 +48,7 @@ class Entry:
         packages: the packages that together hold it; empty if no package client has it.
         by_hand: what to do where no client helps: which files to put where.
         embedded: whether a part of it comes with gradveil's own dependencies.
+        grey: whether its images have one channel.
 
     Example:
         >>> entry("cifar10").files[0]
@@ -63,6 +64,7 @@ class Entry:
     packages: tuple[Package, ...] = ()
     by_hand: str = ""
     embedded: bool = False
+    grey: bool = False
 
     @property
     def how(self) -> str:
@@ -103,6 +105,7 @@ DATASETS = (
     Entry(
         name="mnist",
         summary="handwritten digits, 28x28 grey, 10 classes; 60,000 + 10,000 (embedded: 4,000 + 1,000)",
+        grey=True,
         licence="usually cited as CC BY-SA 3.0",
         citation="LeCun et al.: Gradient-based learning applied to document recognition, Proc. IEEE 86, 1998",
         files=("mnist.npz", "mnist", "MNIST/raw"),
@@ -122,6 +125,7 @@ DATASETS = (
     Entry(
         name="fashion-mnist",
         summary="articles of clothing, 28x28 grey, 10 classes; 60,000 + 10,000",
+        grey=True,
         licence="MIT",
         citation="Xiao, Rasul, Vollgraf: Fashion-MNIST, arXiv:1708.07747, 2017",
         files=("fashion_mnist.npz", "fashion-mnist", "FashionMNIST/raw"),
@@ -197,6 +201,7 @@ DATASETS = (
     Entry(
         name="mednist",
         summary="medical images, 64x64 grey, 6 classes (CT, MRI, X-ray)",
+        grey=True,
         licence="CC BY-SA 4.0",
         citation="MedNIST, put together by Erickson (Mayo Clinic) from TCIA, RSNA and NIH sets",
         files=("mednist.npz", "mednist", "MedNIST"),
@@ -205,6 +210,7 @@ DATASETS = (
     Entry(
         name="pneumonia",
         summary="chest X-rays of children, 28x28 grey, 2 classes (PneumoniaMNIST)",
+        grey=True,
         licence="CC BY 4.0",
         citation="Yang et al.: MedMNIST v2, Scientific Data 10, 2023; Kermany et al., Cell 172, 2018",
         files=("pneumoniamnist.npz", "pneumonia.npz", "pneumonia"),
@@ -223,6 +229,7 @@ DATASETS = (
     Entry(
         name="faces-orl",
         summary="faces of 40 people, 112x92 grey",
+        grey=True,
         licence="credit Olivetti Research Laboratory",
         citation="Samaria, Harter: Parameterisation of a stochastic model for face identification, WACV 1994",
         files=("faces_orl.npz", "faces-orl", "att_faces", "orl_faces"),

@@ -64,7 +64,7 @@ class Dataset:
 
     Args:
         name: the name or path it was loaded by.
-        classes: the name of each class; label i means ``classes[i]``.
+        classes: the name of each class; target i means ``classes[i]``. Empty: the targets are no classes.
         source: the file, folder or package it came from, for reports; never an absolute path.
         train: examples for training, and for the attacker's public knowledge.
         test: examples kept apart.
@@ -102,8 +102,9 @@ class Dataset:
     def _check_split(self, which: str, split: Split) -> None:
         inputs, labels, unit = split.inputs, split.targets, split.modality.unit
         split.modality.check_stored(f"{self.source}: {which}", inputs)
-        if labels.dtype != torch.int64 or labels.ndim != 1:
-            raise DataError(f"{self.source}: {which} labels must be int64 [N], got {labels.dtype} {list(labels.shape)}")
+        if labels.ndim == 0 or (self.classes and labels.dtype != torch.int64):
+            wanted = "int64 [N, ...]" if self.classes else "[N, ...]"
+            raise DataError(f"{self.source}: {which} labels must be {wanted}, got {labels.dtype} {list(labels.shape)}")
         if len(inputs) != len(labels):
             raise DataError(
                 f"{self.source}: {which} must have one label per {unit}, "
@@ -112,7 +113,7 @@ class Dataset:
         if inputs.numel() == 0:
             raise DataError(f"{self.source}: {which} must hold at least one {unit}, and none that is empty; got none")
         outside = labels[(labels < 0) | (labels >= len(self.classes))]
-        if len(outside):
+        if self.classes and len(outside):
             raise DataError(
                 f"{self.source}: {which} labels must lie from 0 to {len(self.classes) - 1} "
                 f"({len(self.classes)} classes), got {outside[0].item()}"

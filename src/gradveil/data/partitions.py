@@ -16,7 +16,7 @@ LARGEST_ALPHA = 1e6  # all shares are equal long before; near the largest float 
 
 
 def partition(
-    labels: Tensor | Sequence[int],
+    labels: Tensor | Sequence[float],
     clients: int = 10,
     scheme: str = "iid",
     alpha: float = 0.5,
@@ -36,7 +36,7 @@ def partition(
       (clients x classes_per_client) than classes, the classes without a holder stay unused.
 
     Args:
-        labels: the label of each sample.
+        labels: the label of each sample, a class number unless the scheme is ``iid``.
         clients: number of clients.
         scheme: ``"iid"``, ``"dirichlet"`` or ``"classes"``.
         alpha: concentration of the Dirichlet draw, above 0 and at most a million; only ``dirichlet`` reads it.
@@ -55,9 +55,9 @@ def partition(
             ...
         gradveil.errors.ParameterError: partition: clients must be at most 2, the number of samples, got 3
     """
-    targets = _checked_labels(labels)
     clients = checks.integer("partition", "clients", clients, low=1)
     scheme = checks.choice("partition", "scheme", scheme, SCHEMES)
+    targets = _checked_labels(torch.as_tensor(labels), scheme)
     alpha = checks.number("partition", "alpha", alpha, above=0, high=LARGEST_ALPHA)
     classes_per_client = checks.integer("partition", "classes_per_client", classes_per_client, low=1)
     rng = np.random.default_rng(checks.integer("partition", "seed", seed, low=0))
@@ -72,12 +72,13 @@ def partition(
     return [torch.from_numpy(rng.permutation(share)) for share in shares]
 
 
-def _checked_labels(labels: Tensor | Sequence[int]) -> Indices:
-    targets = torch.as_tensor(labels)
+def _checked_labels(targets: Tensor, scheme: str) -> Indices:
+    if scheme == "iid" and targets.ndim and targets.numel():
+        return np.zeros(len(targets), np.int64)  # any will do
     if targets.ndim != 1 or targets.numel() == 0 or targets.is_floating_point() or targets.is_complex():
         raise InputError(
-            "partition: labels must be a list of whole numbers with at least one entry, "
-            f"got {targets.dtype} of shape {tuple(targets.shape)}"
+            f"partition: labels must be a list of whole numbers with at least one entry, got {targets.dtype} of shape "
+            f"{tuple(targets.shape)}; samples without a class each can only be dealt out by the scheme iid"
         )
     array: Indices = targets.cpu().numpy().astype(np.int64)
     return array

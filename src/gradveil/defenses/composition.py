@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.accounting import PrivacySpent
-from gradveil.core.parameters import Strength, check_declared, number
+from gradveil.core.parameters import Strength, check_declared, component, number
 from gradveil.defenses.base import Batch, Defense, Perturbation, Prepared, checked_gradients, meta_of
 from gradveil.defenses.knowledge import Expect, Knowledge
 from gradveil.errors import InputError, ParameterError
@@ -121,7 +121,7 @@ class Chain(Composition, composed=True):
         'top-k:keep=0.1+gaussian-noise:std=0.01'
     """
 
-    parts: tuple[Defense, ...]
+    parts: tuple[Defense, ...] = component()
 
     def __init__(self, *parts: Defense) -> None:
         object.__setattr__(self, "parts", parts)
@@ -243,7 +243,7 @@ class ErrorFeedback(Composition, composed=True):
 
     paper = "Karimireddy et al., ICML 2019"
 
-    inner: Defense
+    inner: Defense = component()
     decay: float = number(1.0, above=0, high=1)
     clip: float | None = number(None, above=0)
 

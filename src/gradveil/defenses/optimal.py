@@ -167,7 +167,7 @@ class SensitivityNoise(SensitivityDriven):
         typical = typical_variance(variance)  # 0: it only clips
         expect = None if local else each_round(self.clipped)
         weighted = Knowledge(
-            "trusts each coordinate by the noise it should have, weighs an image prior",
+            "trusts each coordinate by the noise it should have, weighs a prior",
             expect=expect,
             read=read_weighted(variance) if typical else None,
             variance=typical,
@@ -175,7 +175,7 @@ class SensitivityNoise(SensitivityDriven):
         if self.form == "global" or not typical:
             return {"weighted": weighted}
         mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
-        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
+        prior = Knowledge("weighs a prior by the mean noise", expect=expect, variance=mean)
         return {"prior": prior, "weighted": weighted}
 
     def checked(self, noisy: Gradients) -> Gradients:
@@ -188,15 +188,15 @@ class SensitivityNoise(SensitivityDriven):
         """The noise variance of each coordinate, from its s^2 and g^2."""
 
     def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
-        """The variance in use: known in the global form; in the local one that of random images, averaged."""
+        """The variance in use: known in the global form; in the local one that of random inputs, averaged."""
         if self.measured is not None:
             return self.variance(*self.measured)
         generator = derived_generator(0, "guessed variance", device=task.device)
         total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for _ in range(GUESSES):
             shape = (batch_size, *task.input_shape)
-            inputs = torch.rand(shape, generator=generator, dtype=task.dtype, device=task.device)
-            labels = torch.randint(task.classes, (batch_size,), generator=generator, device=task.device)
+            inputs = task.modality.start(shape, generator, dtype=task.dtype, device=task.device)
+            labels = task.random_labels(batch_size, generator)
             weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
             sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
             for name, value in self.variance(sensitivity, weight).items():

@@ -13,6 +13,7 @@ from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.errors import InputError
 from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
+from gradveil.task.model import watched
 from gradveil.update import ClientRound, LocalSteps
 
 
@@ -157,24 +158,22 @@ class VariationalTask(Task):
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
-    def with_noise(self, images: int, source: Source) -> "VariationalTask":
-        """The same task with fresh noise for each of `images` images."""
+    def with_noise(self, examples: int, source: Source) -> "VariationalTask":
+        """The same task with fresh noise for each of `examples` examples."""
         name = f"{self.place}.noise"
-        noise = source.normal(self.buffers[name].expand(images, -1))
+        noise = source.normal(self.buffers[name].expand(examples, -1))
         other = self.with_parameters(self.parameters, {name: noise})
         assert isinstance(other, VariationalTask)
         return other
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
         """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck values."""
-        moments: list[Tensor] = []
-        encoder = self._stateless.get_submodule(f"{self.place}.encoder")
-        handle = encoder.register_forward_hook(lambda _module, _args, output: moments.append(output))
-        try:
+        moments: dict[str, Tensor] = {}
+        encoder = f"{self.place}.encoder"
+        modules = {encoder: self._functional.stateless.get_submodule(encoder)}
+        with watched(modules, moments.__setitem__, outputs=True):
             loss = super().loss(parameters, inputs, labels)
-        finally:
-            handle.remove()
-        return loss + self.beta * divergence(moments[-1])
+        return loss + self.beta * divergence(moments[encoder])
 
 
 def divergence(moments: Tensor) -> Tensor:

@@ -25,11 +25,11 @@ from gradveil.defenses import Defense
 from gradveil.errors import DataError, OutputError
 from gradveil.federation.consistency import (
     check_finite,
+    check_history,
     check_like,
     check_rounds,
     check_squares,
     read_faults,
-    read_history,
     read_memories,
     read_records,
     whole,
@@ -39,7 +39,7 @@ from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
 from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.storage import load, save_atomically
-from gradveil.federation.training import RoundRecord, Training
+from gradveil.federation.training import RoundRecord, Training, history_of
 from gradveil.folders import locked, prepare_folder
 from gradveil.task import Gradients, Task
 
@@ -60,7 +60,7 @@ class State:
         memories: the clients' own states.
         number: the next round.
         server_memory: what the server's side of the defense remembers.
-        records, history, faults: what was measured and noted so far.
+        records, faults: what was measured and noted so far.
         rounds_of: in how many rounds each client took part.
         diverged: the round in which the training was stopped.
 
@@ -76,7 +76,6 @@ class State:
     number: int = 0
     server_memory: dict[str, Tensor] = field(default_factory=dict)
     records: list[RoundRecord] = field(default_factory=list)
-    history: list[tuple[int, float]] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
     rounds_of: Counter[int] = field(default_factory=Counter)
     diverged: int | None = None
@@ -111,7 +110,7 @@ class Checkpoints:
             "names": {group: list(tensors) for group, tensors in groups.items()},
             "memories": [(client, *file) for client, file in sorted(files.items())],
             "records": [dataclasses.astuple(record) for record in state.records],
-            "history": state.history,
+            "history": history_of(state.records),
             "faults": [dataclasses.astuple(fault) for fault in state.faults],
             "rounds_of": sorted(state.rounds_of.items()),
             "diverged": state.diverged,
@@ -148,7 +147,7 @@ class Checkpoints:
             whole("the round of divergence", diverged, max(0, number - 1), min(number, training.rounds - 1))
         records = read_records(about["records"], training)
         whole("the number of records", len(records), number, number)
-        history = read_history(about["history"], records)
+        check_history(about["history"], records)
         faults = read_faults(about["faults"], training, number + (diverged == number))
         rounds_of = check_rounds(
             training,
@@ -164,7 +163,7 @@ class Checkpoints:
 
         state.parameters, state.buffers, state.optimiser.first, state.optimiser.second, state.server_memory = groups
         state.number, state.optimiser.steps, state.diverged = number, about["steps"], diverged
-        state.records, state.history, state.faults, state.rounds_of = records, history, faults, rounds_of
+        state.records, state.faults, state.rounds_of = records, faults, rounds_of
 
     def _read_groups(
         self, state: State, tensors: Mapping[str, Tensor], names: Mapping[str, list[str]], *, finite: bool

@@ -2,35 +2,34 @@
 
 Under FedSGD all clients differentiate at the same weights; under FedAvg each walks away on its own. Either way the
 clients' gradients are one vmapped program, cut into chunks that fit into caches, wherever the defense needs only
-gradients (`Defense.gradient_only`). All others go client by client through `Defense.share`.
+gradients (`Defense.gradient_only`). All others go client by client through `Defense.make_update`.
 
-Clients with unequal numbers of images are batched exactly: a step's batches of one length form one program. Where the
-loss is plain cross-entropy and no batch statistics tie the images of a batch together, shorter batches are filled up
-with images that the loss ignores, so that there are few different lengths.
+Clients with unequal numbers of examples are batched exactly: a step's batches of one length form one program. Where the
+loss is plain cross-entropy on class numbers and no batch statistics tie the examples of a batch together, shorter
+batches are filled up with examples that the loss ignores, so that there are few different lengths.
 """
 
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from gradveil import checks, compilation
+from gradveil.core.timing import timed
 from gradveil.defenses import Defense, Perturbation
-from gradveil.defenses.base import checked_gradients
+from gradveil.defenses.base import Batch, checked_gradients
 from gradveil.errors import NotFiniteError, ParameterError
 from gradveil.federation.training import Training
 from gradveil.task import Gradients, Task
-from gradveil.update import Announced, LocalSteps, Memory, Meta, Update, compute_update, steps_of, with_momentum
+from gradveil.update import ClientRound, LocalSteps, Meta, Update, steps_of, with_momentum
 
 EXECUTIONS = ("auto", "loop", "batch", "compile")
 
-Batch = tuple[Tensor, Tensor]
-Randomness = Callable[[int, str], torch.Generator]
-"""The generator of a client for a purpose, always in the same state."""
+Ask = Callable[[int], ClientRound]
+"""Makes what a client is given in this round: every time anew, its generator always in the same state."""
 
 # Batching brings most where a step is small, because then the overhead of each operation counts. By
 # `benchmarks/federation_speed.py where` on one core it gains 1.1 to 3.4 times up to 580,000 values; from 750,000 on it
@@ -52,8 +51,7 @@ def choose_execution(task: Task, defense: Defense, training: Training) -> str:
     """Loop, batch or compile, by size and not by timing: they round differently, and a training must repeat itself."""
     if not _can_batch(task, defense) or training.drawn_clients == 1 or task.has_batch_statistics:
         return "loop"
-    images = _images_a_step(training)
-    values = images * task.activations
+    values = _examples_a_step(training) * task.activations
     if values + task.size > LARGEST_BATCHED_STEP:
         return "loop"
     steps = training.rounds * training.drawn_clients * steps_of(training.local, training.batch_size)
@@ -63,11 +61,11 @@ def choose_execution(task: Task, defense: Defense, training: Training) -> str:
 
 
 def _can_batch(task: Task, defense: Defense) -> bool:
-    # A subclass of Task may have a loss that is not a function of weights, inputs and labels alone.
+    # A subclass of Task may have a loss that is not a function of weights, inputs and targets alone.
     return defense.gradient_only and type(task) is Task
 
 
-def _images_a_step(training: Training) -> int:
+def _examples_a_step(training: Training) -> int:
     asked = None if training.local is None else training.local.batch_size
     return min(training.batch_size, asked or training.batch_size)
 
@@ -108,8 +106,8 @@ class Clients:
         >>> task = gradveil.Task(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 2)), input_shape=(1, 2, 2),
         ...                      classes=2)
         >>> clients = Clients(task, gradveil.defense("none"), Training(clients=3))
-        >>> batches = {client: (torch.rand(2, 1, 2, 2), torch.tensor([0, 1])) for client in (2, 0)}
-        >>> shared = clients.share(task, batches, lambda client, purpose: torch.Generator(), {})
+        >>> given = ClientRound(task=task, inputs=torch.rand(2, 1, 2, 2), targets=torch.tensor([0, 1]))
+        >>> shared = clients.share([2, 0], lambda client: given)
         >>> clients.execution, list(shared.updates)
         ('batch', [2, 0])
     """
@@ -130,134 +128,98 @@ class Clients:
                 "use execution='loop' or 'auto'"
             )
         self._defense, self._training = defense, training
-        values = _images_a_step(training) * (math.prod(task.input_shape) + task.activations)
+        values = _examples_a_step(training) * (math.prod(task.input_shape) + task.activations)
         flowing = 3 * values * task.dtype.itemsize  # forth, back, and copies
         standing = 6 * task.size * task.dtype.itemsize  # weights, gradients, velocities and a defense's copies
         most = max(1, min(cache_bytes // flowing, MEMORY_BYTES // (flowing + standing)))
         # Chunks of one size: what is left over would be filled up, or run uncompiled.
         self._chunk = math.ceil(training.drawn_clients / math.ceil(training.drawn_clients / most))
-        compiled = (self._chunk, _images_a_step(training)) if self.execution == "compile" else None
+        compiled = (self._chunk, _examples_a_step(training)) if self.execution == "compile" else None
         self._batched = _BatchedUpdates(task, training.local, compiled=compiled)
         # Clients that defend themselves one layer at a time: all of a chunk can do so together.
         self._together = defense.batches_clients
         self._undefended: float | None = None
 
-    def share(
-        self,
-        task: Task,
-        batches: Mapping[int, Batch],
-        randomness: Randomness,
-        memories: Mapping[int, Memory],
-        announced: Announced | None = None,
-    ) -> Shared:
+    def share(self, clients: Sequence[int], ask: Ask) -> Shared:
         """What each client sends.
 
         Args:
-            task: at the weights of this round.
-            batches: the images and labels that each client drew.
-            randomness: each client's own.
-            memories: each client's own.
-            announced: what the elected client announced.
+            clients: who is asked, in order.
+            ask: makes what a client is given.
         """
-        shared, clients = Shared(), list(batches)
-        asked = _Round(task, batches, randomness, memories, announced)
+        shared = Shared()
         if self.execution == "loop":
-            self._share_in_turn(shared, clients, asked)
+            self._share_in_turn(shared, clients, ask)
             return shared
         for first in range(0, len(clients), self._chunk):
-            self._share_together(shared, clients[first : first + self._chunk], asked)
+            self._share_together(shared, clients[first : first + self._chunk], ask)
         return shared
 
-    def _share_in_turn(self, shared: Shared, clients: Sequence[int], asked: "_Round") -> None:
+    def _share_in_turn(self, shared: Shared, clients: Sequence[int], ask: Ask) -> None:
         for client in clients:
+            given = ask(client)
             try:
                 if self._defense.gradient_only:
-                    started = time.perf_counter()
-                    generator = asked.randomness(client, "share")
-                    honest = compute_update(
-                        asked.task, *asked.batches[client], local=self._training.local, generator=generator
-                    )
-                    shared.gradient_seconds += time.perf_counter() - started
-                    self._defend_one(shared, client, honest, generator, asked)
+                    with timed(given.task.device) as took:
+                        honest = given.update()
+                    shared.gradient_seconds += took.seconds
+                    self._defend_one(shared, client, honest, given)
                 else:
-                    self._share_one(shared, client, asked)
+                    self._share_one(shared, client, given)
             except NotFiniteError as error:
                 shared.failed[client] = str(error)
 
-    def _share_one(self, shared: Shared, client: int, asked: "_Round") -> None:
+    def _share_one(self, shared: Shared, client: int, given: ClientRound) -> None:
         """One client whose defense makes the gradients of every step itself."""
-        undefended = self._seconds_undefended(asked.task, asked.batches[client])
-        started = time.perf_counter()
-        update = self._defense.share(
-            asked.task,
-            *asked.batches[client],
-            generator=asked.randomness(client, "share"),
-            memory=asked.memories.get(client),
-            announced=asked.announced,
-            local=self._training.local,
-        )
-        checked_gradients(self._defense.name, update)
-        taken = time.perf_counter() - started
-        shared.gradient_seconds += min(undefended, taken)
-        shared.defense_seconds += max(0.0, taken - undefended)
+        undefended = self._seconds_undefended(given)
+        with timed(given.task.device) as took:
+            update = self._defense.make_update(given)
+            checked_gradients(self._defense.name, update)
+        shared.gradient_seconds += min(undefended, took.seconds)
+        shared.defense_seconds += max(0.0, took.seconds - undefended)
         shared.updates[client] = update
 
-    def _defend_one(
-        self, shared: Shared, client: int, honest: Update, generator: torch.Generator, asked: "_Round"
-    ) -> None:
-        started = time.perf_counter()
-        update = self._defense.perturb(
-            honest, generator=generator, memory=asked.memories.get(client), announced=asked.announced
-        )
-        checked_gradients(self._defense.name, update)
-        shared.defense_seconds += time.perf_counter() - started
+    def _defend_one(self, shared: Shared, client: int, honest: Update, given: ClientRound) -> None:
+        with timed(given.task.device) as took:
+            update = self._defense.perturb_gradients(honest, given)
+            checked_gradients(self._defense.name, update)
+        shared.defense_seconds += took.seconds
         shared.updates[client] = update
 
-    def _share_together(self, shared: Shared, clients: Sequence[int], asked: "_Round") -> None:
-        started = time.perf_counter()
-        generators = [asked.randomness(client, "share") for client in clients]
-        batches = [asked.batches[client] for client in clients]
-        stacked, metas = self._batched(asked.task, batches, generators)
-        differentiated = time.perf_counter()
-        shared.gradient_seconds += differentiated - started
+    def _share_together(self, shared: Shared, clients: Sequence[int], ask: Ask) -> None:
+        given = [ask(client) for client in clients]
+        device, announced = given[0].task.device, given[0].announced
+        with timed(device) as took:
+            stacked, metas = self._batched(given)
+        shared.gradient_seconds += took.seconds
         if not self._together:
-            for row, (client, meta) in enumerate(zip(clients, metas, strict=True)):
-                honest = Update({name: value[row] for name, value in stacked.items()}, meta)
+            for row, client in enumerate(clients):
+                honest = Update({name: value[row] for name, value in stacked.items()}, metas[row])
                 try:
-                    self._defend_one(shared, client, honest, generators[row], asked)
+                    self._defend_one(shared, client, honest, given[row])
                 except NotFiniteError as error:
                     shared.failed[client] = str(error)
             return
         assert isinstance(self._defense, Perturbation)
         try:
-            defended = self._defense.perturb_clients(stacked, generators=generators, announced=asked.announced)
+            with timed(device) as took:
+                sources = [one.source for one in given]
+                defended = self._defense.perturb_clients(stacked, generators=sources, announced=announced)
         except NotFiniteError:
-            self._share_in_turn(shared, clients, asked)  # to find out whose gradients they are
+            self._share_in_turn(shared, clients, ask)  # to find out whose gradients they are
             return
-        for row, (client, meta) in enumerate(zip(clients, metas, strict=True)):
-            shared.updates[client] = Update({name: value[row] for name, value in defended.items()}, meta)
-        shared.defense_seconds += time.perf_counter() - differentiated
+        for row, client in enumerate(clients):
+            shared.updates[client] = Update({name: value[row] for name, value in defended.items()}, metas[row])
+        shared.defense_seconds += took.seconds
 
-    def _seconds_undefended(self, task: Task, batch: Batch) -> float:
+    def _seconds_undefended(self, given: ClientRound) -> float:
         """What a client's gradients or local steps take without a defense; measured once, on the first client."""
         if self._undefended is None:
             for _ in range(2):  # the first one warms up
-                started = time.perf_counter()
-                compute_update(task, *batch, local=self._training.local, generator=torch.Generator(task.device))
-                self._undefended = time.perf_counter() - started
-        assert self._undefended is not None
+                with timed(given.task.device) as took:
+                    replace(given, generator=torch.Generator(given.task.device)).update()
+            self._undefended = took.seconds
         return self._undefended
-
-
-@dataclass(frozen=True)
-class _Round:
-    """What the clients of one round are given."""
-
-    task: Task
-    batches: Mapping[int, Batch]
-    randomness: Randomness
-    memories: Mapping[int, Memory]
-    announced: Announced | None
 
 
 class _BatchedUpdates:
@@ -266,7 +228,7 @@ class _BatchedUpdates:
     Args:
         task: the prepared task.
         local: local steps; None: one gradient.
-        compiled: clients and images a step that the programs are compiled for; None: they are not.
+        compiled: clients and examples a step that the programs are compiled for; None: they are not.
     """
 
     def __init__(self, task: Task, local: LocalSteps | None, *, compiled: tuple[int, int] | None) -> None:
@@ -276,12 +238,11 @@ class _BatchedUpdates:
         self._at_shared_weights = _Program(vmap(task.gradient, in_dims=(None, 0, 0)), compiled)
         self._at_own_weights = _Program(vmap(task.gradient), compiled)
 
-    def __call__(
-        self, task: Task, batches: Sequence[Batch], generators: Sequence[torch.Generator]
-    ) -> tuple[Gradients, list[Meta]]:
-        """The updates and what is known of them, in the order of `batches`; one generator a client shuffles."""
-        task.check(torch.cat([images for images, _ in batches]), torch.cat([labels for _, labels in batches]))
-        plans = [self._plan(len(labels), generator) for (_, labels), generator in zip(batches, generators, strict=True)]
+    def __call__(self, clients: Sequence[ClientRound]) -> tuple[Gradients, list[Meta]]:
+        """The updates and what is known of them, in the order of `clients`."""
+        task, batches = clients[0].task, [(client.inputs, client.targets) for client in clients]
+        task.check(*(torch.cat(part) for part in zip(*batches, strict=True)))
+        plans = [self._plan(client) for client in clients]
         weights, own = task.parameters, False
         velocity: Gradients = {}
         total: Gradients = {}
@@ -293,9 +254,9 @@ class _BatchedUpdates:
             here = weights if all_go or not own else {name: value[going] for name, value in weights.items()}
             gradients = self._gradients(here, own, steps)  # type: ignore[arg-type]
             if task.has_batch_statistics:
-                for row, (images, _) in zip(going, steps, strict=True):
+                for row, (inputs, _) in zip(going, steps, strict=True):
                     stepping = {name: value[row] for name, value in weights.items()} if own else weights
-                    buffers[row] = task.with_parameters(stepping, buffers[row]).updated_buffers(images)
+                    buffers[row] = task.with_parameters(stepping, buffers[row]).updated_buffers(inputs)
             if self._local is None:
                 total = gradients
                 continue
@@ -312,27 +273,25 @@ class _BatchedUpdates:
                 velocity[name] = velocity[name].index_copy(0, rows, value)
                 total[name] = total[name].index_add(0, rows, value)
                 weights[name] = weights[name].index_add(0, rows, value, alpha=-lr)
-        metas = [
-            Meta(samples=len(labels), local=self._local, buffers=statistics)
-            for (_, labels), statistics in zip(batches, buffers, strict=True)
-        ]
-        return total, metas
+        sizes = [len(client.inputs) for client in clients]
+        return total, [Meta(samples=n, local=self._local, buffers=b) for n, b in zip(sizes, buffers, strict=True)]
 
-    def _plan(self, images: int, generator: torch.Generator) -> list[Tensor | slice]:
-        """Which images each step takes, drawn as `compute_update` draws them."""
+    def _plan(self, client: ClientRound) -> list[Tensor | slice]:
+        """Which examples each step takes, drawn as `compute_update` draws them."""
         if self._local is None:
             return [slice(None)]
         plan: list[Tensor | slice] = []
         for _ in range(self._local.epochs):
-            order = torch.randperm(images, generator=generator, device=generator.device)
-            plan += torch.split(order, self._local.batch_size or images)
+            order = client.source.permutation(len(client.inputs), client.inputs.device)
+            plan += torch.split(order, self._local.batch_size or len(order))
         return plan
 
     def _gradients(self, weights: Gradients, own: bool, steps: Sequence[Batch]) -> Gradients:
         """The gradient of each client's batch; with `own`, the weights have a leading client dimension too."""
-        sizes = [len(labels) for _, labels in steps]
-        longest = max(sizes)
-        lengths = [self._filled_length(size, longest) for size in sizes]
+        lengths = [len(targets) for _, targets in steps]
+        if self._can_fill and all(targets.ndim == 1 and not targets.is_floating_point() for _, targets in steps):
+            # A power of two, so that there are few lengths and at most half of a batch is filling.
+            lengths = [min(max(lengths), 1 << (length - 1).bit_length()) for length in lengths]
         if len(set(lengths)) == 1:
             return self._run(weights, own, steps, lengths[0])
         parts: Gradients = {}
@@ -345,20 +304,16 @@ class _BatchedUpdates:
                 parts[name][rows] = value
         return parts
 
-    def _filled_length(self, images: int, longest: int) -> int:
-        """A power of two, so that there are few lengths and at most half of a batch is filling."""
-        return min(longest, 1 << (images - 1).bit_length()) if self._can_fill else images
-
     def _run(self, weights: Gradients, own: bool, steps: Sequence[Batch], length: int) -> Gradients:
-        images = torch.stack([_filled(images, length, 0) for images, _ in steps])
-        labels = torch.stack([_filled(labels, length, IGNORED) for _, labels in steps])
+        inputs = torch.stack([_filled(inputs, length, 0) for inputs, _ in steps])
+        targets = torch.stack([_filled(targets, length, IGNORED) for _, targets in steps])
         if own:
-            return self._at_own_weights(weights, images, labels, rows_of_weights=True)
-        return self._at_shared_weights(weights, images, labels)
+            return self._at_own_weights(weights, inputs, targets, rows_of_weights=True)
+        return self._at_shared_weights(weights, inputs, targets)
 
 
 class _Program:
-    """A vmapped gradient, compiled if asked: for one shape, clients and images, and whatever fills up to it.
+    """A vmapped gradient, compiled if asked: for one shape, clients and examples, and whatever fills up to it.
 
     The shape is known before the first call, so that the same calls run compiled when a training is resumed: compiled
     and not, they round differently.
@@ -369,16 +324,16 @@ class _Program:
         self._compiled = None if compiled_for is None else compilation.compiled(function)
 
     def __call__(
-        self, weights: Gradients, images: Tensor, labels: Tensor, *, rows_of_weights: bool = False
+        self, weights: Gradients, inputs: Tensor, targets: Tensor, *, rows_of_weights: bool = False
     ) -> Gradients:
-        clients, length = labels.shape
+        clients, length = targets.shape[:2]
         missing = 0 if self._shape is None else self._shape[0] - clients
         if self._shape is None or self._compiled is None or length != self._shape[1] or not 0 <= missing <= clients:
-            return _detached(self._function(weights, images, labels), clients)
+            return _detached(self._function(weights, inputs, targets), clients)
         # One shape, one compilation: a smaller chunk is filled up with its first client.
         if rows_of_weights:
             weights = {name: _repeat_first(value, missing) for name, value in weights.items()}
-        filled = self._compiled(weights, _repeat_first(images, missing), _repeat_first(labels, missing))
+        filled = self._compiled(weights, _repeat_first(inputs, missing), _repeat_first(targets, missing))
         return _detached(filled, clients)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradveil.federation.faults import KINDS, MISSING, NOT_FINITE, Fault
 from gradveil.federation.memory import MemoryFile
-from gradveil.federation.training import RoundRecord, Training, choose_clients
+from gradveil.federation.training import TIMES, RoundRecord, Training, choose_clients, history_of
 
 RECORD_FIELDS = len(RoundRecord.__dataclass_fields__)
 FAULT_FIELDS = len(Fault.__dataclass_fields__)
@@ -52,7 +52,7 @@ def read_records(saved: Any, training: Training) -> list[RoundRecord]:
         record = RoundRecord(*_list(fields, f"record {number}", RECORD_FIELDS))
         whole("round of a record", record.round, number, number)
         whole(f"clients of round {number}", record.clients, 0, training.drawn_clients)
-        times = (record.gradient_seconds, record.defense_seconds, record.aggregation_seconds)
+        times = tuple(getattr(record, name) for name in TIMES)
         if not all(type(value) is float and 0 <= value < math.inf for value in times):
             raise ValueError(f"the times of round {number} are {times}")
         if type(record.loss) is not float:
@@ -66,18 +66,16 @@ def read_records(saved: Any, training: Training) -> list[RoundRecord]:
 
 
 def _check_accuracy(record: RoundRecord, training: Training) -> None:
-    done = record.round + 1
-    evaluated = bool(training.evaluate_every) and done % (training.evaluate_every or 1) == 0 and done < training.rounds
+    evaluated = training.evaluates_after(record.round + 1)
     if not (type(record.accuracy) is float and 0 <= record.accuracy <= 1 if evaluated else record.accuracy is None):
         raise ValueError(f"the accuracy of round {record.round} is {record.accuracy!r}")
 
 
-def read_history(saved: Any, records: Sequence[RoundRecord]) -> list[tuple[int, float]]:
-    """What the records say about accuracy."""
-    history = [(record.round + 1, record.accuracy) for record in records if record.accuracy is not None]
+def check_history(saved: Any, records: Sequence[RoundRecord]) -> None:
+    """What the records say about accuracy must stand in the history."""
+    history = history_of(records)
     if saved != [list(entry) for entry in history]:
         raise ValueError(f"the history is {saved}, by the records {history}")
-    return history
 
 
 def read_faults(saved: Any, training: Training, begun: int) -> list[Fault]:

@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -82,6 +83,10 @@ class Training:
         """Clients drawn each round."""
         return self.clients if self.clients_per_round is None else self.clients_per_round
 
+    def evaluates_after(self, done: int) -> bool:
+        """Whether accuracy is measured after `done` rounds; after the last one it is measured anyway."""
+        return self.evaluate_every is not None and done % self.evaluate_every == 0 and done < self.rounds
+
     def learning_rate(self, number: int) -> float:
         """The server's learning rate in round `number`, counted from 0."""
         done = number / self.rounds
@@ -106,7 +111,7 @@ class RoundRecord:
     Args:
         round: its number, from 0.
         clients: how many clients' updates were averaged.
-        loss: mean training loss on images the clients drew (at most `local.LOSS_IMAGES`), before the step.
+        loss: mean training loss on examples the clients drew (at most `job.LOSS_EXAMPLES`), before the step.
         accuracy: on the test images after the step, if the round was evaluated.
         gradient_seconds: time of the clients' gradients or local steps. A defense that makes the gradient of every
             step itself has no such part; there it is what undefended clients would have taken.
@@ -136,13 +141,26 @@ class RoundRecord:
         return round(self.gradient_seconds + self.defense_seconds + self.aggregation_seconds, 9)
 
 
+TIMES = ("gradient_seconds", "defense_seconds", "aggregation_seconds")
+"""The parts of a round's time."""
+
+
+def history_of(records: Iterable[RoundRecord]) -> list[tuple[int, float]]:
+    """(rounds done, accuracy) at each evaluation.
+
+    >>> history_of([RoundRecord(0, 10, 2.3, None, 0, 0, 0, 0, 0), RoundRecord(1, 10, 2.0, 0.5, 0, 0, 0, 0, 0)])
+    [(2, 0.5)]
+    """
+    return [(record.round + 1, record.accuracy) for record in records if record.accuracy is not None]
+
+
 @dataclass(frozen=True)
 class TrainingResult:
     """What came of a training.
 
     Args:
         task: the task at the trained weights.
-        accuracy: on the test images, in [0, 1].
+        accuracy: on the test images, in [0, 1]; NaN for a task without classes.
         loss: on the test images.
         round_seconds: mean time of a round after the first: gradients, defense, aggregation; not encoding, not
             evaluation.

@@ -105,7 +105,9 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
         [('0', 64, 18, False), ('3', 18, 18, True)]
     """
     generator = generator or derived_generator(0, "recursion-ranks")
-    leaves = trace(task, torch.rand(1, *task.input_shape, generator=generator, dtype=torch.float64))
+    shape = (1, *task.input_shape)
+    start = task.modality.start(shape, generator, dtype=torch.float64, device=generator.device)
+    leaves = trace(task, start)
     result = []
     for place, leaf in enumerate(leaves):
         kind, unknowns = type(leaf.module).__name__, leaf.inputs.numel()

@@ -164,9 +164,9 @@ def _twist_symbols(symbols: Words) -> None:
         symbols[start:stop] = new
 
 
-def _matrix(images: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """The 32 x 32 matrix of a linear map of words, given the images of 1, 2, 4, ...: row = bit of the result."""
-    return (images[None, :] >> np.arange(32, dtype=np.uint32)[:, None] & np.uint32(1)).astype(bool)
+def _matrix(results: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """The 32 x 32 matrix of a linear map of words, given what it makes of 1, 2, 4, ...: row = bit of the result."""
+    return (results[None, :] >> np.arange(32, dtype=np.uint32)[:, None] & np.uint32(1)).astype(bool)
 
 
 _UNITS = np.uint32(1) << np.arange(32, dtype=np.uint32)

@@ -35,9 +35,10 @@ def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
         tensor([ 0, -1, -1, -1])
     """
     zero = {name: torch.ones_like(value, dtype=torch.bool) for name, value in task.parameters.items()}
+    classes = task.single_classes("known_zeros")
     for number, batch in enumerate(torch.split(inputs, batch_size)):
         # Labels that change from image to image and batch to batch: no gradient is 0 for want of a label.
-        labels = (torch.arange(len(batch), device=batch.device) + number) % task.classes
+        labels = (torch.arange(len(batch), device=batch.device) + number) % classes
         for name, value in task.gradients(batch, labels).items():
             zero[name] &= value == 0
     return _group(zero)

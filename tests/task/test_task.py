@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.errors import InputError, ParameterError
+from gradveil.task.sensitivity import batch_parts, direction_bytes
 
 
 def autograd_gradients(model, inputs, labels):
@@ -22,7 +23,7 @@ def with_batch_norm():
 
 
 def test_gradients_equal_autograd(tiny_task, tiny_batch):
-    expected = autograd_gradients(tiny_task._model, *tiny_batch)
+    expected = autograd_gradients(tiny_task._functional.live, *tiny_batch)
     got = tiny_task.gradients(*tiny_batch)
     assert list(got) == list(expected)
     for name in expected:
@@ -122,9 +123,9 @@ def test_sensitivity_does_not_depend_on_the_memory_budget(batch_norm, generator)
     def estimate(budget):
         return task.sensitivity(inputs, labels, 7, generator=torch.Generator().manual_seed(3), memory_budget=budget)
 
-    assert len(task._parts(5, 1)) == (1 if batch_norm else 5)
+    assert len(batch_parts(task, 5, 1)) == (1 if batch_norm else 5)
     all_at_once = estimate(1 << 30)
-    for budget in (1, task._direction_bytes(3), 3 * task._direction_bytes(5)):
+    for budget in (1, direction_bytes(task, 3), 3 * direction_bytes(task, 5)):
         for name, value in estimate(budget).items():
             torch.testing.assert_close(value, all_at_once[name], rtol=1e-10, atol=1e-20)
 
@@ -137,10 +138,10 @@ def test_sensitivity_refuses_no_directions(tiny_task, tiny_batch):
 def test_the_task_follows_the_live_model(tiny_task, tiny_batch):
     before = tiny_task.gradients(*tiny_batch)
     with torch.no_grad():
-        for parameter in tiny_task._model.parameters():
+        for parameter in tiny_task._functional.live.parameters():
             parameter += 0.1
     after = tiny_task.gradients(*tiny_batch)
-    expected = autograd_gradients(tiny_task._model, *tiny_batch)
+    expected = autograd_gradients(tiny_task._functional.live, *tiny_batch)
     assert not torch.equal(before["3.weight"], after["3.weight"])
     torch.testing.assert_close(after["3.weight"], expected["3.weight"])
 
@@ -209,7 +210,7 @@ def test_normalisation_is_part_of_the_task():
     normalised = (images - torch.tensor([0.1, 0.2]).view(2, 1, 1)) / torch.tensor([0.5, 2.0]).view(2, 1, 1)
     expected = autograd_gradients(model, normalised, labels)
     torch.testing.assert_close(task.gradients(images, labels)["1.weight"], expected["1.weight"])
-    with pytest.raises(ParameterError, match="one value a channel"):
+    with pytest.raises(ParameterError, match="one value per channel"):
         gradveil.Task(model, input_shape=(2, 2, 2), classes=3, mean=(0.1,), std=(1.0, 1.0))
 
 
@@ -235,7 +236,7 @@ def test_a_custom_loss_and_soft_labels(tiny_task, tiny_batch):
     hard_gradients, soft_gradients = tiny_task.gradients(inputs, labels), tiny_task.gradients(inputs, soft)
     torch.testing.assert_close(hard_gradients["3.weight"], soft_gradients["3.weight"])
     squared = gradveil.Task(
-        tiny_task._model, lambda outputs, y: F.mse_loss(outputs, y), input_shape=(1, 6, 6), classes=4
+        tiny_task._functional.live, lambda outputs, y: F.mse_loss(outputs, y), input_shape=(1, 6, 6), classes=4
     )
     assert not torch.allclose(squared.gradients(inputs, soft)["3.weight"], soft_gradients["3.weight"])
 
@@ -340,7 +341,9 @@ def test_tied_weights_have_one_name_and_one_gradient():
     task = gradveil.Task(Tied(), input_shape=(1, 1, 3), classes=3)
     batch = torch.rand(2, 1, 1, 3), torch.tensor([0, 1])
     assert task.classifier == gradveil.task.Classifier("a.weight", "b.bias")
-    torch.testing.assert_close(task.gradients(*batch)["a.weight"], autograd_gradients(task._model, *batch)["a.weight"])
+    torch.testing.assert_close(
+        task.gradients(*batch)["a.weight"], autograd_gradients(task._functional.live, *batch)["a.weight"]
+    )
 
 
 def test_the_classifier_is_the_layer_that_makes_the_logits():
@@ -409,3 +412,177 @@ def test_a_model_can_be_taken_out_changed_and_put_back(tiny_task, tiny_batch):
     torch.testing.assert_close(values, (tiny_batch[0] - 0.4) / 0.2)
     torch.testing.assert_close(named.denormalised(values), tiny_batch[0])
     torch.testing.assert_close(named.outputs(named.parameters, tiny_batch[0]), moved.outputs(moved.parameters, values))
+
+
+class PerPosition(nn.Module):
+    """Names a class for each of five columns of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv1d(2, 6, 3, padding=1), nn.Conv1d(6, 3, 1)
+
+    def forward(self, x):
+        return self.last(self.first(x).sigmoid())
+
+
+def per_position():
+    torch.manual_seed(0)
+    inputs = torch.rand(300, 2, 5, dtype=torch.float64)
+    labels = (2.5 * inputs.mean(1)).long().clamp(max=2)
+    return gradveil.Task(PerPosition().double(), input_shape=(2, 5), classes=3), inputs, labels
+
+
+def regression():
+    torch.manual_seed(0)
+    inputs = torch.rand(300, 4, dtype=torch.float64)
+    heights = torch.stack([inputs.sum(1), inputs[:, 0] - inputs[:, 1]], 1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2)).double()
+    return gradveil.Task(model, F.mse_loss, input_shape=(4,), classes=None), inputs, heights
+
+
+@pytest.mark.parametrize("make", [per_position, regression])
+class TestOtherTargets:
+    """Targets that are not one class per input: gradients, per-example gradients, sensitivity, training."""
+
+    def test_gradients_are_autograds_and_the_mean_of_those_of_examples(self, make):
+        task, inputs, targets = make()
+        batch = inputs[:4], targets[:4]
+        got, every = task.gradients(*batch), task.per_example_gradients(*batch)
+        values = torch.autograd.grad(
+            task.loss_of(task._functional.live(batch[0]), batch[1]), list(task._functional.live.parameters())
+        )
+        for (name, value), expected in zip(got.items(), values, strict=True):
+            torch.testing.assert_close(value, expected)
+            torch.testing.assert_close(every[name].mean(0), expected)
+            alone = task.gradients(inputs[2:3], targets[2:3])[name]
+            torch.testing.assert_close(every[name][2], alone)
+
+    def test_sensitivity_is_the_brute_force_jacobian(self, make):
+        task, inputs, targets = make()
+        batch = inputs[:2], targets[:2]
+        jacobian = torch.autograd.functional.jacobian(lambda x: tuple(task.gradients(x, batch[1]).values()), batch[0])
+        got = task.sensitivity(*batch, directions=None)
+        for value, exact in zip(got.values(), jacobian, strict=True):
+            torch.testing.assert_close(value, exact.flatten(value.ndim).square().sum(-1), rtol=1e-10, atol=1e-20)
+
+    def test_shapes_that_do_not_fit_are_refused(self, make):
+        task, inputs, targets = make()
+        with pytest.raises(InputError, match="got 3 labels for 4 inputs"):
+            task.gradients(inputs[:4], targets[:3])
+        with pytest.raises(InputError, match="mine: needs a task with one class per input, got (one for|no classes)"):
+            task.single_classes("mine")
+
+
+def test_class_numbers_and_probabilities_of_positions():
+    task, inputs, labels = per_position()
+    assert task.positions == (5,)
+    assert task.classifier is None
+    soft = F.one_hot(labels[:4], 3).movedim(-1, 1).double()
+    hard = task.gradients(inputs[:4], labels[:4])["first.weight"]
+    torch.testing.assert_close(hard, task.gradients(inputs[:4], soft)["first.weight"])
+    assert task.classes_of(task.predict(inputs)).shape == labels.shape
+    with pytest.raises(InputError, match=r"labels must be int64 of shape \[4, 5\], got torch.int64 of shape \[4\]"):
+        task.gradients(inputs[:4], labels[:4, 0])
+    with pytest.raises(InputError, match=r"probabilities must have shape \[4, 3, 5\], got \[4, 3\]"):
+        task.gradients(inputs[:4], soft[..., 0])
+    drawn = task.random_labels(7, torch.Generator().manual_seed(0))
+    assert drawn.shape == (7, 5)
+    assert int(drawn.max()) == 2
+
+
+def test_a_loss_of_your_own_needs_no_classes_and_takes_any_finite_targets():
+    task, inputs, _ = regression()
+    assert repr(task) == "Task(Sequential, input_shape=(4,), classes=None, parameters=58)"
+    with pytest.raises(InputError, match="labels must be finite"):
+        task.gradients(inputs[:1], torch.tensor([[0.0, torch.nan]]).double())
+    with pytest.raises(InputError, match="cannot be drawn at random"):
+        task.random_labels(3, torch.Generator())
+    with pytest.raises(ParameterError, match="the cross-entropy loss needs classes, got None"):
+        gradveil.Task(task._functional.live, input_shape=(4,), classes=None)
+    counts = gradveil.Task(task._functional.live, lambda z, y: (z - y).square().mean(), input_shape=(4,), classes=None)
+    assert torch.isfinite(counts.gradients(inputs[:2], torch.tensor([[3, -1], [200, 7]]))["0.weight"]).all()
+
+
+def test_normalisation_follows_the_first_axis_of_an_input():
+    task, inputs, _ = regression()
+    shifted = gradveil.Task(
+        task._functional.live,
+        F.mse_loss,
+        input_shape=(4,),
+        classes=None,
+        mean=[0.1, 0.2, 0.3, 0.4],
+        std=[1.0, 2.0, 3.0, 4.0],
+    )
+    mean, std = torch.tensor([0.1, 0.2, 0.3, 0.4]).double(), torch.tensor([1.0, 2.0, 3.0, 4.0]).double()
+    torch.testing.assert_close(shifted.normalised(inputs), (inputs - mean) / std)
+    torch.testing.assert_close(shifted.denormalised(shifted.normalised(inputs)), inputs)
+    assert task.with_model(task.copy_model()).classes is None
+
+
+def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task, tiny_batch):
+    squared = gradveil.Task(tiny_task._functional.live, F.mse_loss, input_shape=(1, 6, 6), classes=4)
+    with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
+        squared.gradients(tiny_batch[0], torch.rand(3).double())
+
+
+DEVICES = [
+    "cpu",
+    *(["cuda"] if torch.cuda.is_available() else []),
+    *(["mps"] if torch.backends.mps.is_available() else []),
+]
+
+
+def everything(task, inputs, labels):
+    """Whatever a task computes, by name."""
+    return {
+        "gradients": task.gradients(inputs, labels),
+        "sensitivity": task.sensitivity(inputs[:2], labels[:2], directions=None),
+        "smoothed": task.smoothed(5.0).gradients(inputs, labels),
+        "buffers": task.updated_buffers(inputs),
+        "statistics": task.statistics(task.parameters, inputs),
+        "predictions": {"": task.predict(inputs)},
+        "representation": {"": task.representation(task.parameters, inputs)},
+        "denormalised": {"": task.denormalised(task.normalised(inputs))},
+        "model": dict(task.copy_model().named_parameters()),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_task_computes_the_same_on_every_device(device):
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2])
+    moved = task.to(device)
+    assert (moved.device.type, moved.dtype) == (device, torch.float32)
+    expected, got = everything(task, inputs, labels), everything(moved, inputs.to(device), labels.to(device))
+    for what, values in expected.items():
+        for name, value in values.items():
+            assert got[what][name].device.type == device, (what, name)
+            torch.testing.assert_close(got[what][name].cpu(), value, rtol=1e-3, atol=1e-4)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_everything_a_task_holds_goes_to_another_device():
+    """Tensors of the meta device have no values and compute with nothing that is elsewhere."""
+    model, inputs, labels = with_batch_norm()
+    task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2]).to("meta")
+    assert task.device.type == "meta"
+    gradients = task.gradient(task.parameters, inputs.to("meta"), labels.to("meta"))
+    assert {name: value.shape for name, value in gradients.items()} == {n: v.shape for n, v in model.named_parameters()}
+    assert {value.device.type for value in (*gradients.values(), *task.buffers.values())} == {"meta"}
+    assert task.denormalised(inputs.to("meta")).device.type == "meta"
+    with pytest.raises(InputError, match=r"on the device of the weights, meta, got cpu; move the inputs"):
+        task.gradients(inputs, labels)
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_precision_and_device_can_be_named_in_either_way(tiny_task):
+    for moved in (
+        tiny_task.to(torch.float32),
+        tiny_task.to("cpu", torch.float32),
+        tiny_task.to(torch.device("cpu")).to(dtype=torch.float32),
+        tiny_task.to(device="cpu", dtype=torch.float32),
+    ):
+        assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
+    assert tiny_task.to("cpu").dtype == tiny_task.dtype == torch.float64
+    counted = gradveil.Task(with_batch_norm()[0], input_shape=(1, 6, 6), classes=4).to(torch.float64)
+    assert counted.buffers["1.num_batches_tracked"].dtype == torch.int64

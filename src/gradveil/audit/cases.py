@@ -1,0 +1,468 @@
+"""The audit as a library: from a case to what an attacker sees of it, and what an attack made of that.
+
+An audit, an experiment and a test all go the same way::
+
+    stage = prepare(task, defense, attack, public=public, seed=0)
+    seen = observe(Case(stage, attack, victims))
+    scores = score(seen, attack_on(seen), scorer)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gradveil import checks, metrics, models, theory
+from gradveil.attacks import Attack, Reconstruction, ThreatModel
+from gradveil.attacks.problem import Progress
+from gradveil.data import Dataset, Split
+from gradveil.defenses import Defense
+from gradveil.errors import DataError, ParameterError
+from gradveil.federation.job import as_batch
+from gradveil.randomness import derived_generator
+from gradveil.registry import parse_spec
+from gradveil.task import Task
+from gradveil.update import LocalSteps, Rounds, Update, compute_update
+
+Batch = tuple[Tensor, Tensor]
+Memory = dict[str, Tensor]
+
+NORMS = ("train", "inference")
+
+
+def build_task(
+    dataset: Dataset,
+    model: str,
+    *,
+    seed: int = 0,
+    weights: Path | None = None,
+    norms: str | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    device: str = "cpu",
+) -> Task:
+    """The task of a model for a data set.
+
+    Args:
+        dataset: says what an input is and which classes there are.
+        model: a name with parameters, or ``FILE.py@FUNCTION``, which is code that runs.
+        seed: of the initial weights.
+        weights: a safetensors file of the user's own weights, by the model's names; None: the initial ones.
+        norms: ``"train"``: batch norm works on the statistics of the batch; ``"inference"``: on its running ones; None:
+            as the model comes.
+        mean: the model's normalisation per channel or column, with `std`; None: none.
+        std: likewise.
+        device: where it is computed.
+    """
+    name, parameters = parse_spec(model)
+    shape, classes = dataset.train.input_shape, len(dataset.classes)
+    net = models.create(name, input_shape=shape, classes=classes, seed=seed, **parameters)
+    if weights is not None:
+        load_weights(net, weights)
+    if norms is not None:
+        checks.choice("audit", "norms", norms, NORMS)
+        for module in net.modules():
+            if isinstance(module, _BatchNorm):
+                module.train(norms == "train")
+    return Task(net.to(device), input_shape=shape, classes=classes, mean=mean, std=std, modality=dataset.train.modality)
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Put the weights of a safetensors file, which holds no code, into a model; all of them must be there and fit."""
+    try:
+        values = safetensors.torch.load_file(path)
+    except OSError as error:
+        raise DataError(f"{path}: expected a file of weights that can be read, got: {error}") from error
+    except SafetensorError as error:
+        raise DataError(
+            f"{path}: expected weights in the safetensors format, got something else ({error}); write them with "
+            "safetensors.torch.save_file(model.state_dict(), path)"
+        ) from error
+    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
+    got = {name: list(value.shape) for name, value in values.items()}
+    if expected != got:
+        wrong = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
+        raise DataError(
+            f"{path}: expected for {wrong!r} {expected.get(wrong, 'no such tensor')}, got "
+            f"{got.get(wrong, 'no such tensor')}; use weights of this very model"
+        )
+    for name, value in values.items():
+        if value.is_floating_point() and not torch.isfinite(value).all():
+            raise DataError(f"{path}: expected finite weights, got NaN or Inf in {name!r}")
+    model.load_state_dict(values)
+
+
+@dataclass(frozen=True, eq=False)
+class Victims:
+    """The examples behind the updates that are attacked.
+
+    Args:
+        inputs: ``[victims, examples, *input_shape]``, client after client.
+        targets: ``[victims, examples, *target_shape]``.
+        clients: how many clients share a victim's examples, and send in one round.
+        first: number of the first victim in the whole audit; draws derive from it.
+
+    Example:
+        >>> victims = Victims(torch.zeros(3, 4, 1, 8, 8), torch.zeros(3, 4, dtype=torch.long), clients=2)
+        >>> len(victims), victims.batch_size, len(victims.part(range(1, 3)))
+        (3, 2, 2)
+    """
+
+    inputs: Tensor
+    targets: Tensor
+    clients: int = 1
+    first: int = 0
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def batch_size(self) -> int:
+        """Examples behind each client's update."""
+        return self.inputs.shape[1] // self.clients
+
+    def part(self, chosen: range) -> "Victims":
+        """Some of them that stand next to each other."""
+        places = slice(chosen.start, chosen.stop)
+        return Victims(self.inputs[places], self.targets[places], self.clients, self.first + chosen.start)
+
+    def batches(self, victim: int) -> list[Batch]:
+        """What each client of a victim holds."""
+        return list(zip(self.inputs[victim].chunk(self.clients), self.targets[victim].chunk(self.clients), strict=True))
+
+
+def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: int = 1, seed: int = 0) -> Victims:
+    """Random victims from a split, the same for the same seed.
+
+    Args:
+        split: none of its examples is used for anything else.
+        victims: how many.
+        batch_size: examples behind each update.
+        clients: clients behind each victim.
+        seed: of the choice.
+    """
+    shape = victims, clients * batch_size
+    wanted = math.prod(shape)
+    if wanted > len(split):
+        raise ParameterError(
+            f"audit: {victims} victims of {shape[1]} {split.modality.unit}s need {wanted} of them, the test split has "
+            f"{len(split)}; ask for fewer victims or a smaller batch"
+        )
+    order = torch.randperm(len(split), generator=derived_generator(seed, "victims"))
+    inputs, targets = split.batch(order[:wanted])
+    return Victims(inputs.view(*shape, *inputs.shape[1:]), targets.view(*shape, *targets.shape[1:]), clients)
+
+
+@dataclass(frozen=True, eq=False)
+class Stage:
+    """A defense ready for use on the model that a server sends.
+
+    Args:
+        defense: prepared.
+        sent: the model as the server sends it; an active server has changed it.
+        task: what the defense made of that: what clients train.
+        public: examples that anybody has.
+    """
+
+    defense: Defense
+    sent: Task
+    task: Task
+    public: Batch | None
+
+
+def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | None, seed: int = 0) -> Stage:
+    """Let an active server change the model, then the clients prepare their defense on what they are sent.
+
+    Args:
+        task: the model as it should be.
+        defense: what the clients use.
+        attack: who may change the model.
+        public: examples that anybody has.
+        seed: of the two.
+    """
+    device = task.device
+    sent = attack.modify(task, public=public, generator=derived_generator(seed, "modify", str(attack), device=device))
+    randomness = derived_generator(seed, "prepare", str(defense), device=device)
+    prepared, trained = defense.prepare(sent, public=public, generator=randomness)
+    return Stage(prepared, sent, trained, public)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One defense against one attacker on some victims.
+
+    Args:
+        stage: the prepared defense and the model.
+        attack: who attacks.
+        victims: whom.
+        adaptive: whether the attacker knows the defense, or by which form it uses that.
+        labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
+        local: the clients' local steps; None: each update is a single gradient.
+        rounds: how many rounds of each victim, on the same data, the attacker observes.
+        server_lr: the server's step along the mean update between these rounds.
+        seed: everything random derives from it.
+    """
+
+    stage: Stage
+    attack: Attack
+    victims: Victims
+    adaptive: bool | str = False
+    labels: str = "infer"
+    local: LocalSteps | None = None
+    rounds: int = 1
+    server_lr: float = 0.1
+    seed: int = 0
+
+    def threat(self, batch_size: int, targets: Tensor) -> ThreatModel:
+        """What the attacker may know of updates of `batch_size` examples, whose labels are `targets`."""
+        return ThreatModel(
+            labels=self.labels,
+            batch_size=batch_size,
+            adaptive=self.adaptive,
+            defense=self.stage.defense,
+            local=self.local,
+            server=self.attack.server,
+            known_labels=targets if self.labels == "known" else None,
+            rounds=self.rounds,
+        )
+
+    def randomness(self, *path: object) -> torch.Generator:
+        """A generator of its own for each use."""
+        return derived_generator(self.seed, *path, device=self.stage.task.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Observation:
+    """What the server sees of a case's victims, and what only the audit knows of them.
+
+    Args:
+        case: whose.
+        seen: what was visible of the victims, one entry per update that the attacker may attack.
+        trained_on: the inputs that a victim's clients truly used, where the defense changed them.
+        power: for each victim, how much of what its clients computed cannot be seen in the first round; None where the
+            defense changed the model itself.
+    """
+
+    case: Case
+    seen: list[Rounds]
+    trained_on: list[Tensor | None]
+    power: list[float | None]
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The labels behind each visible update, ``[updates, examples, ...]``."""
+        targets = self.case.victims.targets
+        return targets.reshape(len(self.seen), -1, *targets.shape[2:])
+
+
+def observe(case: Case) -> Observation:
+    """What a victim's clients share in their first rounds, alone in them, and what the server sees of that."""
+    stage, victims = case.stage, case.victims
+    memories: list[list[Memory]] = [[{} for _ in range(victims.clients)] for _ in range(len(victims))]
+    seen: list[list[tuple[Task, Update]]] = []
+    powers: list[float | None] = []
+    task = stage.task
+    for number in range(case.rounds):
+        visible: list[Update] = []
+        sent: list[Update] = []
+        for victim in range(len(victims)):
+            updates, tasks = _share(case, task, victim, memories[victim], number)
+            shown = stage.defense.visible(updates)
+            if number == 0:
+                powers.append(_power(case, tasks, victim, shown))
+            sent += updates
+            visible += shown
+        seen = seen or [[] for _ in visible]
+        for rounds, update in zip(seen, visible, strict=True):
+            rounds.append((task, update))
+        if number + 1 < case.rounds:
+            mean = stage.defense.aggregate(sent)
+            task = task.with_parameters(
+                {name: value - case.server_lr * mean[name] for name, value in task.parameters.items()}
+            )
+    return Observation(case, [Rounds(rounds) for rounds in seen], [_used(each) for each in memories], powers)
+
+
+def _share(
+    case: Case, task: Task, victim: int, memories: Sequence[Memory], number: int
+) -> tuple[list[Update], list[Task]]:
+    """What a victim's clients send in one round, and the models that they were sent."""
+    defense, victims = case.stage.defense, case.victims
+    first = (victims.first + victim) * victims.clients
+    later = (number,) if number else ()  # the first round's draws are those of an audit of one round
+    tasks = [case.attack.for_client(task, first + place) for place in range(victims.clients)]
+    batches = [as_batch(task, batch) for batch in victims.batches(victim)]
+    announced = defense.announce(
+        tasks[0],
+        *batches[0],
+        generator=case.randomness("announce", str(defense), first, *later),
+        memory=memories[0],
+        local=case.local,
+    )
+    updates = [
+        defense.share(
+            own,
+            *batch,
+            generator=case.randomness("share", str(defense), first + place, *later),
+            memory=memory,
+            announced=announced,
+            local=case.local,
+        )
+        for place, (own, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
+    ]
+    return updates, tasks
+
+
+def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
+    stage, victims = case.stage, case.victims
+    if {name: v.shape for name, v in stage.task.parameters.items()} != {
+        name: v.shape for name, v in stage.sent.parameters.items()
+    }:
+        return None
+    powers = []
+    for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
+        shown = visible[place * len(visible) // victims.clients]
+        mean = {name: value / shown.meta.clients for name, value in shown.items()}
+        number = (victims.first + victim) * victims.clients + place
+        shuffled = case.randomness("share", str(stage.defense), number)  # so that local steps take the same order
+        honest = compute_update(task, *as_batch(task, batch), local=case.local, generator=shuffled)
+        powers.append(metrics.relative_power(honest, mean))
+    return finite(fmean(powers))
+
+
+def _used(memories: Sequence[Memory]) -> Tensor | None:
+    """The inputs truly used, as a defense noted them, be it alone or the first of a chain."""
+    used = [memory.get("trained_on", memory.get("0/trained_on")) for memory in memories]
+    found = [inputs for inputs in used if inputs is not None]
+    return torch.cat(found) if len(found) == len(used) else None
+
+
+def bound(case: Case) -> float | None:
+    """The least mean squared error of any attacker on smoothed inputs; None: no bound is known."""
+    if case.local is not None or case.rounds > 1:
+        return None  # the bound is that of one gradient
+    stage, victims = case.stage, case.victims
+    batches = [as_batch(stage.task, batch) for victim in range(len(victims)) for batch in victims.batches(victim)]
+    randomness = case.randomness("bound", str(stage.defense))
+    found = theory.reconstruction_bound(stage.task, batches, stage.defense, generator=randomness)
+    return None if found is None else found.mse
+
+
+def attack_on(
+    observation: Observation, *, progress: Progress | None = None, execution: str | None = None
+) -> Reconstruction:
+    """Attack what was observed; an attacker who learns is fitted first.
+
+    Args:
+        observation: what the attacker sees.
+        progress: called with (steps done, steps in all, seconds left).
+        execution: see `Attack.reconstruct`; default: by size, so that the figures repeat themselves.
+    """
+    case, targets = observation.case, observation.targets
+    task, threat = case.stage.task, case.threat(targets.shape[1], targets)
+    return case.attack.reconstruct(
+        task,
+        observation.seen,
+        threat,
+        generator=case.randomness("attack", str(case.attack), case.victims.first),
+        progress=progress,
+        execution=execution or choose_execution(task, targets.shape[1]),
+    )
+
+
+def choose_execution(task: Task, batch_size: int) -> str:
+    """Loop or batch, by size and not by timing: they round differently, and an audit must repeat itself to the bit.
+
+    Measured on two cores: one vmapped program for all victims is three times faster on lenet (30,000 values) and
+    slower on convnet and resnet18 (millions).
+    """
+    return "batch" if batch_size * task.activations + task.size < 300_000 else "loop"
+
+
+@dataclass(frozen=True)
+class Score:
+    """What an attack made of one victim.
+
+    Args:
+        inputs: the reconstruction, ``[examples, *input_shape]``.
+        metrics: mean over the examples by metric, with ``label_correct`` and ``leaked``.
+        trained_on: the metrics against what the clients truly used, where the defense changed that.
+        loss: the attacker's own at the end, in the mean over the updates where they were attacked one by one.
+        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``; None: there was no search, or it left the numbers.
+        iterations: of the longest search.
+        seconds: its share of the wall time.
+    """
+
+    inputs: Tensor = field(repr=False)
+    metrics: Mapping[str, float | None]
+    trained_on: Mapping[str, float | None] | None
+    loss: float | None
+    losses: Mapping[str, float | tuple[float, ...]] | None
+    iterations: int
+    seconds: float
+
+
+def score(
+    observation: Observation, found: Reconstruction, scorer: metrics.Scorer, blind: Tensor | None = None
+) -> list[Score]:
+    """Score a reconstruction, victim by victim.
+
+    Args:
+        observation: what was attacked.
+        found: what the attack made of it.
+        scorer: of the modality.
+        blind: what the blind guess scores for each example by the primary metric, ``[victims, examples]``; without it
+            nobody can say what leaked.
+    """
+    victims = observation.case.victims
+    count = len(victims)
+    # A victim whose clients are seen one by one has an attack for each of them.
+    inputs = found.inputs.reshape(count, -1, *victims.inputs.shape[2:])
+    guesses = found.labels.reshape(victims.targets.shape)
+    losses, steps = (tensor.reshape(count, -1) for tensor in (found.loss, found.iterations))
+    results = []
+    for place in range(count):
+        guess = (
+            inputs[place].float().cpu(),
+            victims.targets[place],
+            guesses[place].cpu(),
+            None if blind is None else blind[place],
+        )
+        used = observation.trained_on[place]
+        results.append(
+            Score(
+                inputs=inputs[place],
+                metrics=dict(scorer.score(victims.inputs[place], *guess)),  # type: ignore[arg-type]
+                trained_on=None if used is None else dict(scorer.score(used.float().cpu(), *guess)),  # type: ignore[arg-type]
+                loss=finite(float(losses[place].mean())),
+                losses=_losses(found, place, count),
+                iterations=int(steps[place].max()),
+                seconds=found.seconds / count,
+            )
+        )
+    return results
+
+
+def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, float | tuple[float, ...]] | None:
+    """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
+    history = found.history
+    if history is None:
+        return None
+    start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (history.start, history.late))
+    restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[place].mean(0).tolist()
+    if not all(map(math.isfinite, [start, late, *restarts])):
+        return None
+    return {"loss_start": start, "loss_late": late, "loss_restarts": tuple(restarts)}
+
+
+def finite(value: float) -> float | None:
+    """JSON has no word for NaN and infinity."""
+    return value if math.isfinite(value) else None

@@ -1,0 +1,103 @@
+"""Where a training runs: engines by name, and what each of them can do."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from gradveil.data import Dataset
+from gradveil.defenses import Defense
+from gradveil.errors import InputError, ParameterError
+from gradveil.federation.local import train
+from gradveil.federation.training import RoundRecord, Training, TrainingResult
+from gradveil.registry import Registry
+from gradveil.task import Task
+
+ENGINES: Registry["Engine"] = Registry("engine")
+
+_OPTIONS = {"checkpoint": "checkpoints", "resume": "checkpoints", "execution": "executions", "transport": "faults"}
+"""The options of `Engine.run`, and the capability that an engine must have to be given them."""
+
+
+class Engine(ABC):
+    """Something that runs the rounds of a training; a new one is a class registered with ``@ENGINES.register(name)``.
+
+    Example:
+        >>> {name: ENGINES.create(name).checkpoints for name in ENGINES.names()}
+        {'flower': False, 'local': True}
+    """
+
+    name: ClassVar[str]
+    words: ClassVar[str]
+    """What it is called in a sentence."""
+    devices: ClassVar[tuple[str, ...]] = ("cpu",)
+    """The types of devices that it trains on; empty: all."""
+    checkpoints: ClassVar[bool] = False
+    """It takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`."""
+    executions: ClassVar[bool] = False
+    """It takes `execution`, see `gradveil.federation.clients`."""
+    faults: ClassVar[bool] = False
+    """It takes `transport`, which decides what becomes of messages."""
+
+    def train(
+        self, task: Task, dataset: Dataset, defense: Defense, training: Training, **options: Any
+    ) -> TrainingResult:
+        """`run`, if this engine can do what is asked."""
+        for option in options:
+            if option in _OPTIONS and not getattr(self, _OPTIONS[option]):
+                raise ParameterError(f"train: {self.words} takes no {option}; leave it out or use the engine 'local'")
+        if self.devices and task.device.type not in self.devices:
+            raise InputError(
+                f"train: {self.words} trains on {' or '.join(self.devices)}, got a task on {task.device}; move the "
+                "task or use the engine 'local'"
+            )
+        return self.run(task, dataset, defense, training, **options)
+
+    @abstractmethod
+    def run(
+        self,
+        task: Task,
+        dataset: Dataset,
+        defense: Defense,
+        training: Training,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        watch: Callable[[RoundRecord], None] | None = None,
+        **options: Any,
+    ) -> TrainingResult:
+        """Train; the given task is not changed.
+
+        Args:
+            task: model and loss at the initial weights.
+            dataset: training examples are dealt out to the clients, test examples measure accuracy.
+            defense: what the clients do to their updates.
+            training: rounds, clients, rates.
+            progress: called with (rounds done, rounds in all).
+            watch: called with what was measured of each round.
+            options: those that the engine declares to take.
+        """
+
+
+@ENGINES.register("local")
+class LocalEngine(Engine):
+    """All clients and the server in this process, see `gradveil.federation.train`."""
+
+    words = "the local engine"
+    devices = ()
+    checkpoints = executions = faults = True
+
+    def run(self, *args: Any, **options: Any) -> TrainingResult:
+        """`train`."""
+        return train(*args, **options)
+
+
+@ENGINES.register("flower")
+class FlowerEngine(Engine):
+    """One simulated node per client on Flower's simulation, see `gradveil.flower.simulate`."""
+
+    words = "Flower's simulation"
+
+    def run(self, *args: Any, **options: Any) -> TrainingResult:
+        """`simulate`."""
+        from gradveil.federation.flower import simulate  # Flower is optional and takes a second to import
+
+        return simulate(*args, **options)

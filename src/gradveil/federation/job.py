@@ -1,0 +1,231 @@
+"""A training that is ready to begin, and what all engines do alike: who draws what, and how it is measured."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradveil.accounting import PrivacySpent
+from gradveil.data import Dataset, Split, partition
+from gradveil.defenses import Defense
+from gradveil.defenses.base import Batch
+from gradveil.errors import ParameterError
+from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients, history_of
+from gradveil.randomness import derived_generator
+from gradveil.task import Task
+from gradveil.update import ClientRound
+
+PUBLIC_SAMPLES = 100
+"""Training examples set aside as the public set that `Defense.prepare` may look at; no client holds them."""
+
+LOSS_EXAMPLES = 256
+"""A round's training loss is taken on at most this many of the examples that its clients drew."""
+
+DIVERGED_FACTOR = 10.0
+DIVERGED_ROUNDS = 5
+"""A training is stopped when its loss was above this multiple of its first, or of a blind guess's if that is larger,
+for so many rounds in a row."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training whose data is dealt out and whose defense is prepared; `Job.prepare` makes one.
+
+    Args:
+        task: model and loss at the initial weights, as the defense has changed them.
+        dataset: training examples are dealt out to the clients, test examples measure accuracy.
+        defense: what the clients do to their updates, prepared.
+        training: rounds, clients, rates.
+        shares: the training examples that each client holds, by their places.
+        statistics: the names of the batch-norm statistics that travel with updates.
+
+    Example:
+        >>> Job.__dataclass_fields__["training"].type
+        <class 'gradveil.federation.training.Training'>
+    """
+
+    task: Task
+    dataset: Dataset
+    defense: Defense
+    training: Training
+    shares: Sequence[Tensor]
+    statistics: Sequence[str]
+
+    @classmethod
+    def prepare(cls, task: Task, dataset: Dataset, defense: Defense, training: Training) -> "Job":
+        """Deal out the data and let the defense look at the public part of it."""
+        public, shares = deal(dataset.train, training)
+        known = as_batch(task, dataset.train.batch(public))
+        generator = derived_generator(training.seed, "prepare", device=task.device)
+        defense, task = defense.prepare(task, public=known, generator=generator)
+        return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
+
+    def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
+        """What each of these clients, or of all that round `number` asks, draws from its own examples."""
+        chosen = list(clients) or choose_clients(self.training, number)
+        drawn = []
+        for client in chosen:
+            share = self.shares[client]
+            order = torch.randperm(len(share), generator=derived_generator(self.training.seed, "batch", number, client))
+            drawn.append(share[order[: self.training.batch_size]])
+        sizes = [len(places) for places in drawn]
+        batches = (torch.split(part, sizes) for part in as_batch(task, self.dataset.train.batch(torch.cat(drawn))))
+        return dict(zip(chosen, zip(*batches, strict=True), strict=True))
+
+    def client_round(
+        self, task: Task, number: int, client: int, batch: Batch, purpose: str, **state: Any
+    ) -> ClientRound:
+        """What a client is given in round `number` for a purpose; its generator is always in the same state.
+
+        Args:
+            task: at the weights of this round.
+            number: the round.
+            client: who.
+            batch: what it drew.
+            purpose: ``"share"`` or ``"announce"``.
+            state: its memory, and what was announced.
+        """
+        generator = derived_generator(self.training.seed, purpose, number, client, device=task.device)
+        inputs, targets = batch
+        return ClientRound(
+            task=task, inputs=inputs, targets=targets, generator=generator, local=self.training.local, **state
+        )
+
+    def accuracy(self, task: Task, done: int) -> float | None:
+        """On the test examples after `done` rounds, if that is a time to evaluate."""
+        if task.classes is None or not self.training.evaluates_after(done):
+            return None
+        return evaluate(task, self.dataset.test)[0]
+
+    def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
+        """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""
+        losses = [record.loss for record in records]
+        limit = DIVERGED_FACTOR * max(losses[0], math.log(self.task.classes or 1))
+        latest = losses[1:][-DIVERGED_ROUNDS:]
+        return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN has grown, too
+
+    def result(
+        self, task: Task, records: list[RoundRecord], rounds_of: Mapping[int, int], **others: Any
+    ) -> TrainingResult:
+        """What came of the training.
+
+        Args:
+            task: at the weights of the last round.
+            records: what was measured of each round.
+            rounds_of: in how many rounds each client took part.
+            others: the other fields of the result.
+        """
+        accuracy, loss = evaluate(task, self.dataset.test)
+        sent = [record for record in records if record.clients]
+        return TrainingResult(
+            task=task,
+            accuracy=accuracy,
+            loss=loss,
+            round_seconds=mean_or_nan(record.seconds for record in after_warming_up(records)),
+            upload_bytes=mean_or_nan(record.upload_bytes for record in sent),
+            download_bytes=mean_or_nan(record.download_bytes for record in sent),
+            history=[*history_of(records), (len(records), accuracy)],
+            privacy=self._privacy_spent(rounds_of),
+            rounds=records,
+            **others,
+        )
+
+    def _privacy_spent(self, rounds_of: Mapping[int, int]) -> PrivacySpent | None:
+        """By the client that spent most; which clients were drawn is the server's knowledge and no protection.
+
+        A training repeats itself, so its noise comes from seeds: what is spent is said of the mechanism it simulates.
+        """
+        held = {client: len(self.shares[client]) for client in rounds_of}
+        spent = [
+            self.defense.privacy_spent(
+                rounds=rounds,
+                batch_size=min(self.training.batch_size, held[client]),
+                examples=held[client],
+                local=self.training.local,
+            )
+            for client, rounds in rounds_of.items()
+        ]
+        most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
+        return None if most is None else dataclasses.replace(most, seeded=True)
+
+
+def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:
+    """The rounds whose times count: not the first, in which programs are compiled and caches are cold."""
+    return records[1:] or records
+
+
+def mean_or_nan(values: Iterable[float]) -> float:
+    """The mean; of nothing, NaN."""
+    values = list(values)
+    return fmean(values) if values else math.nan
+
+
+def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
+    """Indices of the public examples, and of those that are left for the clients."""
+    if len(train_split) <= PUBLIC_SAMPLES:
+        raise ParameterError(
+            f"train: expected more than {PUBLIC_SAMPLES} training examples ({PUBLIC_SAMPLES} are the public set), "
+            f"got {len(train_split)}"
+        )
+    shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))
+    return shuffled[:PUBLIC_SAMPLES], shuffled[PUBLIC_SAMPLES:]
+
+
+def deal(train_split: Split, training: Training) -> tuple[Tensor, list[Tensor]]:
+    """Indices of the public examples, and of those that each client holds."""
+    public, private = split_public(train_split, training.seed)
+    shares = partition(
+        train_split.targets[private],
+        clients=training.clients,
+        scheme=training.scheme,
+        alpha=training.alpha,
+        classes_per_client=training.classes_per_client,
+        seed=training.seed,
+    )
+    return public, [private[share] for share in shares]
+
+
+@torch.no_grad()
+def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
+    """The task's loss on some of the examples that the clients of a round drew."""
+    inputs, targets = (torch.cat(part)[:LOSS_EXAMPLES] for part in zip(*batches.values(), strict=True))
+    return float(task.loss_of(task.predict(inputs), targets))
+
+
+def evaluate(task: Task, split: Split) -> tuple[float, float]:
+    """Accuracy in [0, 1] (NaN for a task without classes) and the task's mean loss on a split.
+
+    Where every position of an input has a class, the accuracy is the share of positions that are right.
+    """
+    correct, judged, total_loss = 0, 0, 0.0
+    for indices in torch.split(torch.arange(len(split)), 512):
+        inputs, targets = as_batch(task, split.batch(indices))
+        outputs = task.predict(inputs)
+        if task.classes is not None:
+            right = task.classes_of(outputs) == (targets.argmax(1) if targets.is_floating_point() else targets)
+            correct, judged = correct + int(right.sum()), judged + right.numel()
+        total_loss += float(task.loss_of(outputs, targets)) * len(indices)
+    return correct / judged if judged else math.nan, total_loss / len(split)
+
+
+def performance_maintenance(accuracy: float, baseline: float, test: Split) -> float | None:
+    """PMM, accuracy with defense / without; None when there is none, or when it is near chance and means nothing.
+
+    Near chance: less than a quarter of the way from always naming the commonest class to being always right.
+    """
+    if math.isnan(baseline):
+        return None
+    chance = float(test.targets.flatten().bincount().max()) / test.targets.numel()
+    return None if baseline < chance + 0.25 * (1 - chance) else accuracy / baseline
+
+
+def as_batch(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Inputs and targets on the task's device, and in its precision unless they are class numbers."""
+    inputs, targets = batch
+    precision = task.dtype if targets.is_floating_point() else targets.dtype
+    return inputs.to(task.device, task.dtype), targets.to(task.device, precision)

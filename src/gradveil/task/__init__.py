@@ -1,0 +1,7 @@
+"""A model with its loss as pure functions, and how strongly its gradients react to the inputs."""
+
+from gradveil.task.model import Classifier, Gradients
+from gradveil.task.sensitivity import sensitivity_error
+from gradveil.task.task import LOSSES, Loss, Task, differentiate_by_autograd
+
+__all__ = ["LOSSES", "Classifier", "Gradients", "Loss", "Task", "differentiate_by_autograd", "sensitivity_error"]

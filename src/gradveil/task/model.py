@@ -1,0 +1,252 @@
+"""A model as a function of its tensors: stand-ins for modules that keep state, and a look at what runs inside."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import UninitializedParameter
+
+from gradveil.errors import InputError
+
+Gradients = dict[str, Tensor]
+
+RELUS = (nn.ReLU, nn.LeakyReLU)
+
+
+@dataclass(frozen=True)
+class Classifier:
+    """Names of the parameters of the last linear layer that computes the logits; `bias` is None if it has none."""
+
+    weight: str
+    bias: str | None
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What a model shows when it runs.
+
+    Args:
+        outputs: of the batch it was tried on.
+        classifier: the layer that makes the logits; None: it is not linear.
+        activations: numbers that all modules together put out for one input.
+    """
+
+    outputs: Tensor
+    classifier: Classifier | None
+    activations: int
+
+
+class FunctionalModel:
+    """Views on one set of live tensors, each a function of the tensors that are given in their place.
+
+    A batch norm in train mode uses the statistics of the batch in `stateless` and keeps none; `tracking` is the model
+    as it is, which writes them into the buffers it is given; `evaluating` is the model in evaluation mode.
+
+    Example:
+        >>> model = FunctionalModel(nn.BatchNorm1d(1))
+        >>> model(model.stateless, dict(named_tensors(model.live)), torch.tensor([[1.0], [3.0]])).tolist()
+        [[-0.999...], [0.999...]]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        _refuse_unusable(model)
+        self.live = model
+        # Copying with the tensors in the memo copies the structure only.
+        self.tracking = _share_tensors(model)
+        self.stateless = _share_tensors(model)
+        self.evaluating = _share_tensors(model).eval()
+        self.batch_norms = [
+            name
+            for name, module in model.named_modules()
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
+        ]
+        for name, module in model.named_modules():
+            if name in self.batch_norms:
+                _forget_running_statistics(self.stateless.get_submodule(name))
+            elif isinstance(module, _BatchNorm) and name:
+                _replace(self.stateless, name, _FrozenBatchNorm(module))
+        self.stateless_names = {name for name, _ in named_tensors(self.stateless)}
+
+    def __call__(self, view: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """Run one of the views."""
+        if view is self.stateless:  # it has forgotten the running statistics
+            tensors = {name: value for name, value in tensors.items() if name in self.stateless_names}
+        try:
+            # The fused attention kernels have neither forward-mode nor second derivatives.
+            with sdpa_kernel(SDPBackend.MATH):
+                output: Tensor = functional_call(view, dict(tensors), (inputs,))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise InputError(
+                f"Task: batch norm cannot take its statistics from a single value per channel ({error}); use a larger "
+                "batch (no remainder of 1), put batch norm in eval mode, or use group norm"
+            ) from error
+        return output
+
+    @torch.no_grad()
+    def look_inside(self, parameters: Gradients, buffers: Gradients, probe: Tensor) -> Inside:
+        """Run the model: does it take the inputs, is it a function, where do its logits come from, how large is it?"""
+        ran: list[tuple[str, Tensor]] = []
+        leaves = {n: m for n, m in self.stateless.named_modules() if not any(m.children())}
+
+        def see(name: str, output: object) -> None:
+            if isinstance(output, Tensor):
+                ran.append((name, output))
+
+        written = {name: value.clone() for name, value in buffers.items()}
+        with watched(leaves, see, outputs=True):
+            try:
+                outputs = self(self.stateless, {**parameters, **written}, probe)
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                raise InputError(
+                    f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
+                    "check input_shape, or use larger inputs"
+                ) from error
+        if not isinstance(outputs, Tensor):
+            raise InputError(f"Task: the model must return one tensor, got {type(outputs).__name__}; wrap the model")
+        for name, value in buffers.items():
+            if name in self.stateless_names and not torch.equal(value, written[name]):
+                raise InputError(
+                    f"Task: the model writes its buffer {name!r} while it computes, so clients would see traces of "
+                    "each other; put that module in eval mode, or switch off its running statistics"
+                )
+        if not torch.equal(outputs, self(self.stateless, {**parameters, **buffers}, probe)):
+            raise InputError(
+                "Task: the model gives other outputs for the same inputs, so gradients would not be a function of the "
+                "data; put what is random in it (such as dropout) in eval mode"
+            )
+        first_names = {id(value): name for name, value in reversed(list(self.stateless.named_parameters()))}
+        classifier = None
+        for name, output in ran:
+            module = leaves[name]
+            if isinstance(module, nn.Linear) and outputs.ndim == 2 and torch.equal(output, outputs):
+                bias = None if module.bias is None else first_names[id(module.bias)]
+                classifier = Classifier(first_names[id(module.weight)], bias)
+        return Inside(outputs, classifier, sum(output.numel() for _, output in ran) // len(probe))
+
+    @property
+    def relus(self) -> dict[str, nn.Module]:
+        """The ReLU modules by name."""
+        return {name: module for name, module in self.stateless.named_modules() if isinstance(module, RELUS)}
+
+    @torch.no_grad()
+    def smoothed(self, sharpness: float, tensors: Mapping[str, Tensor], probe: Tensor) -> "FunctionalModel":
+        """The same model with the kinks of its ReLUs rounded off, see `Task.smoothed`."""
+        relus = self.relus
+        squares: dict[str, list[Tensor]] = {name: [] for name in relus}
+        with watched(relus, lambda name, value: squares[name].append(value.square().mean())):
+            self(self.stateless, tensors, probe)
+        other = copy.copy(self)
+        other.stateless = _share_tensors(self.stateless)
+        for name, relu in relus.items():
+            typical = float(torch.stack(squares[name]).mean().sqrt()) if squares[name] else 1.0
+            slope = relu.negative_slope if isinstance(relu, nn.LeakyReLU) else 0.0
+            _replace(other.stateless, name, _SmoothReLU(sharpness / typical, slope))
+        return other
+
+
+@contextmanager
+def watched(
+    modules: Mapping[str, nn.Module], see: Callable[[str, Tensor], object], *, outputs: bool = False
+) -> Iterator[None]:
+    """Inside, `see` is told the name and the input (or the output) of each of the modules that runs.
+
+    >>> layer, seen = nn.Linear(2, 1), []
+    >>> with watched({"layer": layer}, lambda name, value: seen.append((name, tuple(value.shape)))):
+    ...     _ = layer(torch.zeros(3, 2))
+    >>> seen
+    [('layer', (3, 2))]
+    """
+
+    def tell(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
+            see(name, output[0] if output else inputs[0])
+
+        return hook
+
+    handles = [
+        (module.register_forward_hook if outputs else module.register_forward_pre_hook)(tell(name))
+        for name, module in modules.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _FrozenBatchNorm(nn.Module):
+    """Batch norm by running statistics as the affine map it is: torch's own cannot be vmapped without a loop."""
+
+    def __init__(self, norm: _BatchNorm) -> None:
+        super().__init__()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+        self.running_mean: Tensor
+        self.running_var: Tensor
+        self.register_buffer("running_mean", norm.running_mean)
+        self.register_buffer("running_var", norm.running_var)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shape = [1, -1] + [1] * (inputs.ndim - 2)
+        scale = (self.running_var + self.eps).rsqrt()
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -self.running_mean * scale
+        shift = shift if self.bias is None else shift + self.bias
+        return inputs * scale.view(shape) + shift.view(shape)
+
+
+class _SmoothReLU(nn.Module):
+    """A (leaky) ReLU with its kink rounded off."""
+
+    def __init__(self, beta: float, slope: float) -> None:
+        super().__init__()
+        self.beta, self.slope = beta, slope
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        smooth = F.softplus(inputs, beta=self.beta)
+        return smooth if self.slope == 0 else self.slope * inputs + (1 - self.slope) * smooth
+
+
+def _refuse_unusable(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise InputError(f"Task: parameter {name!r} has no shape yet; run the model once before making the task")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InputError("Task: the model has no parameters to train, so there is no gradient; check requires_grad")
+    for name, module in model.named_modules():
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+            raise InputError(
+                f"Task: dropout {name!r} (p={module.p}) is active, so gradients would not be a function of the data; "
+                "put it in eval mode or set p=0 before making the task"
+            )
+
+
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers."""
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _share_tensors(model: nn.Module) -> nn.Module:
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(parent), attribute, module)
+
+
+def _forget_running_statistics(module: nn.Module) -> None:
+    forgotten = {"running_mean": None, "running_var": None, "num_batches_tracked": None, "track_running_stats": False}
+    for name, value in forgotten.items():
+        setattr(module, name, value)

@@ -1,0 +1,513 @@
+"""A task: a model and a loss, seen as pure functions of weights, inputs and labels."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad, vmap
+from torch.nn import functional as F
+
+from gradveil import checks
+from gradveil.errors import InputError, ParameterError
+from gradveil.modality import IMAGE, Modality
+from gradveil.randomness import Randomness, source_of
+from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, watched
+from gradveil.task.sensitivity import MEMORY_BUDGET, chunk_size, squared_sensitivity
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of two classes from a single logit, that of class 1."""
+    target = labels if labels.ndim == 1 else labels[:, 1]
+    return F.binary_cross_entropy_with_logits(outputs[:, 0], target.to(outputs.dtype))
+
+
+LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy, "logistic": _logistic}
+
+
+# A plain global, not a context variable: torch.compile traces the former and gives up on the latter.
+_by_autograd = False
+
+
+@contextmanager
+def differentiate_by_autograd(wanted: bool = True) -> Iterator[None]:
+    """Inside, `Task.gradient` uses torch.autograd: 1.1 to 1.3 times faster for one victim, but it cannot be vmapped.
+
+    Args:
+        wanted: False: inside, it does not, whatever is the case outside.
+    """
+    global _by_autograd
+    before, _by_autograd = _by_autograd, wanted
+    try:
+        yield
+    finally:
+        _by_autograd = before
+
+
+class Task:
+    r"""A model with its loss: gradients, per-example gradients and how gradients react to the inputs.
+
+    Everything is computed functionally (`torch.func`), so it can be vmapped, differentiated again and never
+    changes the model. The task follows the live model: after an optimiser step it uses the new weights.
+
+    Frozen parameters (``requires_grad=False``) are constants: they have no gradient and are never shared.
+    Batch norm and dropout follow the flags their modules carry when the task is made. A batch-norm module in
+    train mode uses the statistics of the batch and leaves its running statistics alone, so nothing passes from
+    one client to the next (`updated_buffers` returns the new statistics instead of storing them); in eval mode it
+    uses the running statistics. Modules that are random (active dropout) or write other buffers while they compute
+    are refused: their gradients are not a function of the data.
+
+    Args:
+        model: any module that maps a batch ``[N, *input_shape]`` to one tensor of outputs, for cross-entropy logits
+            ``[N, classes]``, or ``[N, classes, *positions]`` where every position of an input has a class.
+        loss: ``"cross-entropy"``; ``"logistic"``: two classes told by one logit; or a function
+            ``(outputs, labels) -> scalar``, the mean over the batch, of labels of any shape with N first.
+        input_shape: shape of one input, such as ``(3, 32, 32)``. Images are in [0, 1] everywhere in gradveil.
+        classes: number of classes; None for a loss of your own whose labels are no classes.
+        mean, std: the model's normalisation, one value for each entry of the first axis of an input (an image's
+            channels), applied to inputs in the modality's range. Default: none.
+        modality: what an input is.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+        >>> task = Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> gradients = task.gradients(torch.rand(8, 1, 2, 2), torch.zeros(8, dtype=torch.long))
+        >>> {name: tuple(g.shape) for name, g in gradients.items()}
+        {'1.weight': (3, 4), '1.bias': (3,)}
+        >>> task.classifier
+        Classifier(weight='1.weight', bias='1.bias')
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: str | Loss = "cross-entropy",
+        *,
+        input_shape: Sequence[int],
+        classes: int | None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        modality: Modality = IMAGE,
+    ) -> None:
+        self.modality = modality
+        self.input_shape = tuple(
+            checks.integer("Task", "every entry of input_shape", size, low=1) for size in input_shape
+        )
+        self.classes = None if classes is None else checks.integer("Task", "classes", classes, low=1)
+        if isinstance(loss, str):
+            self._loss: Loss = LOSSES[checks.choice("Task", "loss", loss, LOSSES)]
+        else:
+            self._loss = loss
+        # What an attacker who inverts the loss must know; None: a loss of the user's own.
+        self.loss_name = next((name for name, known in LOSSES.items() if known is self._loss), None)
+        if self.loss_name and self.classes is None:
+            raise ParameterError(f"Task: the {self.loss_name} loss needs classes, got None; say how many there are")
+        if self.loss_name == "logistic" and self.classes != 2:
+            raise ParameterError(f"Task: the logistic loss tells 2 classes apart, got classes={self.classes}")
+        self._normalisation = _normalisation(mean, std, self.input_shape)
+        self._parameters: Gradients | None = None  # None: the live model's
+        self._buffers: Gradients | None = None
+        self._functional = FunctionalModel(model)
+        inside = self._functional.look_inside(self.parameters, self.buffers, self.normalised(self._probe()))
+        wanted = 1 if self.loss_name == "logistic" else self.classes
+        shape = tuple(inside.outputs.shape)
+        # Shape of what has a class of its own in an input, () for the input as a whole.
+        self.positions = shape[2:] if self.loss_name == "cross-entropy" else ()
+        if self.loss_name and shape != (2, wanted, *self.positions):
+            raise InputError(
+                f"Task: the model must return logits of shape [N, {wanted}], got {list(shape)} for N = 2; "
+                "check classes="
+            )
+        self.classifier: Classifier | None = inside.classifier
+        self.activations: int = inside.activations
+
+    # -- weights ------------------------------------------------------------------------------------------------
+
+    @property
+    def parameters(self) -> Gradients:
+        """The trained weights by name, detached; the live model's unless the task was made by `with_parameters`."""
+        if self._parameters is not None:
+            return self._parameters
+        return {name: value.detach() for name, value in self._functional.live.named_parameters() if value.requires_grad}
+
+    @property
+    def buffers(self) -> Gradients:
+        """All that is not trained, by name, detached: running statistics, constants, frozen parameters."""
+        if self._buffers is not None:
+            return self._buffers
+        return {name: value.detach() for name, value in named_tensors(self._functional.live) if not value.requires_grad}
+
+    @property
+    def size(self) -> int:
+        """Number of parameters."""
+        return sum(value.numel() for value in self.parameters.values())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return next(iter(self.parameters.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self.parameters.values())).device
+
+    @property
+    def has_batch_statistics(self) -> bool:
+        """Whether a batch norm works on the statistics of the batch, which ties the inputs of a batch together."""
+        return bool(self._functional.batch_norms)
+
+    def with_parameters(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> "Task":
+        """The same task at other weights; the live model is not touched."""
+        current = self.parameters
+        if list(parameters) != list(current):
+            raise InputError(f"Task: parameters must be named {list(current)} in this order, got {list(parameters)}")
+        other = copy.copy(self)
+        other._parameters = {name: value.detach() for name, value in parameters.items()}
+        other._buffers = {**self.buffers, **(buffers or {})}
+        return other
+
+    def copy_model(self) -> nn.Module:
+        """A copy of the model at the task's weights, to build another model from."""
+        model = copy.deepcopy(self._functional.live)
+        values = {**self.parameters, **self.buffers}
+        with torch.no_grad():
+            for name, tensor in named_tensors(model):
+                tensor.data = values[name].clone()  # not copy_: the task may be in another precision
+        return model
+
+    def with_model(self, model: nn.Module) -> "Task":
+        """The task of another model with the same loss, inputs, classes and normalisation."""
+        return Task.like(self, model)
+
+    @classmethod
+    def like(cls, task: "Task", model: nn.Module) -> Self:
+        """`with_model` for a kind of task of your own: that of `model`, with everything else as in `task`."""
+        mean, std = (None, None) if task._normalisation is None else (v.flatten().tolist() for v in task._normalisation)
+        return cls(
+            model,
+            task._loss,
+            input_shape=task.input_shape,
+            classes=task.classes,
+            mean=mean,
+            std=std,
+            modality=task.modality,
+        )
+
+    def normalised(self, inputs: Tensor) -> Tensor:
+        """What the model is fed for these inputs."""
+        if self._normalisation is None:
+            return inputs
+        mean, std = (value.to(inputs) for value in self._normalisation)
+        return (inputs - mean) / std
+
+    def denormalised(self, values: Tensor) -> Tensor:
+        """The inputs for which the model is fed these values."""
+        if self._normalisation is None:
+            return values
+        mean, std = (value.to(values) for value in self._normalisation)
+        return values * std + mean
+
+    def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "Task":
+        """The same task elsewhere or in another precision; the live model is not touched.
+
+        Args:
+            device: where weights, buffers and normalisation go; a dtype in this place is taken for one.
+            dtype: of the weights and of those buffers that are floats.
+
+        >>> task = Task(nn.Linear(2, 2), input_shape=(2,), classes=2)
+        >>> task.to(torch.float64).dtype, task.to("cpu", torch.float64).dtype, task.to(device="meta").device
+        (torch.float64, torch.float64, device(type='meta'))
+        """
+        if isinstance(device, torch.dtype):
+            device, dtype = None, device
+
+        def moved(values: Gradients) -> Gradients:
+            return {name: v.to(device, dtype if v.is_floating_point() else None) for name, v in values.items()}
+
+        other = self.with_parameters(moved(self.parameters), moved(self.buffers))
+        if self._normalisation is not None:
+            mean, std = self._normalisation
+            other._normalisation = mean.to(device), std.to(device)
+        return other
+
+    @property
+    def has_kinks(self) -> bool:
+        """Whether the model has ReLU modules, at whose kinks its gradients jump."""
+        return bool(self._functional.relus)
+
+    def smoothed(self, sharpness: float) -> "Task":
+        r"""The same task with the kink of every ReLU and LeakyReLU module rounded off.
+
+        .. math:: relu(x) \approx log(1 + e^{\beta x}) / \beta, \quad \beta = sharpness / rms(x)
+
+        where rms(x) is the typical input of that very module, measured on noise. The gradient of a ReLU network jumps
+        wherever a unit switches on or off, so a gradient-matching cost has no useful slope there; the smoothed one
+        has. At sharpness 5 it is a different network, at 100 nearly the same.
+        """
+        checks.number("Task.smoothed", "sharpness", sharpness, above=0)
+        other = copy.copy(self)
+        other._functional = self._functional.smoothed(
+            sharpness, {**self.parameters, **self.buffers}, self.normalised(self._probe())
+        )
+        return other
+
+    # -- pure functions: no checks, safe under vmap, grad and jvp --------------------------------------------------
+
+    def outputs(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """What the model computes while it trains, as a pure function (`predict` is what it answers when trained)."""
+        return self._call(self._functional.stateless, parameters, self.buffers, inputs)
+
+    def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of a batch as a pure function; see `check` for labels."""
+        return self._loss(self.outputs(parameters, inputs), labels)
+
+    def gradient(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Gradients:
+        """Gradient of `loss` with respect to the parameters as a pure function."""
+        if _by_autograd:
+            leaves = {n: v if v.requires_grad else v.detach().requires_grad_() for n, v in parameters.items()}
+            with torch.enable_grad():
+                loss = self.loss(leaves, inputs, labels)
+                values = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+            return dict(zip(leaves, values, strict=True))
+        result: Gradients = grad(self.loss)(dict(parameters), inputs, labels)
+        return result
+
+    def representation(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """What the classifier is fed, ``[N, units]``, as a pure function; found by watching the model run."""
+        if self.classifier is None:
+            raise InputError("Task: the model has no linear classifier, so there is no representation before it")
+        stateless = self._functional.stateless
+        weight = stateless.get_parameter(self.classifier.weight)
+        linears = {n: m for n, m in stateless.named_modules() if isinstance(m, nn.Linear) and m.weight is weight}
+        fed: list[Tensor] = []
+        with watched(linears, lambda _name, value: fed.append(value)):
+            self.outputs(parameters, inputs)
+        return fed[-1]  # of layers that share a weight, the last to run makes the logits
+
+    def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
+        """What a step on `inputs` makes of the batch-norm statistics, as a pure, differentiable function.
+
+        The values of `updated_buffers` without its counts; batch norm with ``momentum=None`` is left out.
+        """
+        inputs_of: dict[str, Tensor] = {}
+        norms = {name: self._functional.stateless.get_submodule(name) for name in self._functional.batch_norms}
+        with watched(norms, inputs_of.__setitem__):
+            self.outputs(parameters, inputs)
+        buffers, result = self.buffers, {}
+        for name, values in inputs_of.items():
+            momentum = getattr(self._functional.live.get_submodule(name), "momentum", None)
+            if momentum is None or f"{name}.running_mean" not in buffers:
+                continue
+            axes = [axis for axis in range(values.ndim) if axis != 1]
+            new = {"running_mean": values.mean(axes), "running_var": values.var(axes)}
+            for kind, value in new.items():
+                result[f"{name}.{kind}"] = (1 - momentum) * buffers[f"{name}.{kind}"] + momentum * value
+        return result
+
+    # -- what users call --------------------------------------------------------------------------------------------
+
+    def gradients(self, inputs: Tensor, labels: Tensor) -> Gradients:
+        """Gradient of the mean loss over the batch, by parameter name."""
+        self.check(inputs, labels)
+        return self.gradient(self.parameters, inputs, labels)
+
+    def per_example_gradients(self, inputs: Tensor, labels: Tensor, *, chunk: int | None = None) -> Gradients:
+        """Gradients of each example by itself, ``[N, *parameter shape]`` by name; their mean is `gradients`.
+
+        Args:
+            inputs: a batch ``[N, *input_shape]``.
+            labels: its labels.
+            chunk: examples worked on at once; default: as many as fit in about 1 GiB.
+        """
+        self.check(inputs, labels)
+        if self.has_batch_statistics:
+            raise InputError(
+                f"Task: per-example gradients do not exist with batch statistics (batch norm "
+                f"{self._functional.batch_norms[0]!r} is in train mode); put the batch-norm modules in eval mode "
+                "before making the task, or use group norm"
+            )
+        parameters = self.parameters
+
+        def one(example: Tensor, label: Tensor) -> Gradients:
+            return self.gradient(parameters, example[None], label[None])
+
+        result: Gradients = vmap(one, chunk_size=chunk or chunk_size(self, 1))(inputs, labels)
+        return result
+
+    def sensitivity(
+        self,
+        inputs: Tensor,
+        labels: Tensor,
+        directions: int | None = 10,
+        *,
+        generator: Randomness | None = None,
+        memory_budget: int = MEMORY_BUDGET,
+    ) -> Gradients:
+        r"""Estimate how strongly each gradient coordinate reacts to the inputs, **squared**.
+
+        .. math:: s_i^2 = |\partial g_i / \partial x|^2 = E_v (J v)_i^2, \quad v \sim N(0, I)
+
+        The mean over random directions of squared forward-mode derivatives, which is unbiased; each coordinate's
+        relative standard error is ``sensitivity_error(directions)``, sqrt(2 / directions). `x` is the whole batch.
+
+        Directions are worked on together as far as the memory budget allows; where not even one fits, the batch is
+        cut into parts whose derivatives are added up. Neither changes the result. A batch with batch-norm statistics
+        cannot be cut: there the least memory is that of one direction.
+
+        Args:
+            inputs: a batch ``[N, *input_shape]``.
+            labels: its labels.
+            directions: number of random directions; None: every input value in turn, which is exact and needs as
+                many directions as the batch has values. For small inputs, tests and yardsticks.
+            generator: source of the directions, for repeatable ones; default: a cryptographic stream. Not used by
+                the exact form.
+            memory_budget: bytes the directions worked on at once may take.
+
+        Example:
+            >>> from torch import nn
+            >>> model = nn.Sequential(nn.Flatten(), nn.Linear(2, 2, bias=False))
+            >>> _ = nn.init.zeros_(model[1].weight)  # then both classes are equally likely, and g = +-x / 2
+            >>> task = Task(model, input_shape=(1, 1, 2), classes=2)
+            >>> task.sensitivity(torch.rand(1, 1, 1, 2), torch.tensor([0]), directions=None)["1.weight"].tolist()
+            [[0.25, 0.25], [0.25, 0.25]]
+        """
+        self.check(inputs, labels)
+        if directions is not None:
+            checks.integer("Task.sensitivity", "directions", directions, low=1)
+        return squared_sensitivity(self, inputs, labels, directions, source_of(generator), memory_budget)
+
+    @torch.no_grad()
+    def predict(self, inputs: Tensor) -> Tensor:
+        """Logits in evaluation mode: batch norm with its running statistics."""
+        self._check_inputs(inputs)
+        return self._call(self._functional.evaluating, self.parameters, self.buffers, inputs)
+
+    def loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of outputs that are there already."""
+        return self._loss(outputs, labels)
+
+    def classes_of(self, outputs: Tensor) -> Tensor:
+        """The class that outputs name, of each example or position: the largest, or of a single logit its sign."""
+        return (outputs[:, 0] > 0).long() if self.loss_name == "logistic" else outputs.argmax(1)
+
+    def single_classes(self, owner: str) -> int:
+        """The number of classes, for an `owner` who needs one class per input; other tasks are refused."""
+        if self.classes is None or self.positions:
+            got = f"one for each of {list(self.positions)} positions" if self.positions else "no classes"
+            raise InputError(f"{owner}: needs a task with one class per input, got {got}")
+        return self.classes
+
+    def random_labels(self, count: int, generator: torch.Generator) -> Tensor:
+        """Class numbers drawn at random, to try the task with."""
+        if self.classes is None:
+            raise InputError("Task: labels of a task without classes cannot be drawn at random")
+        return torch.randint(self.classes, (count, *self.positions), generator=generator, device=self.device)
+
+    @torch.no_grad()
+    def updated_buffers(self, inputs: Tensor) -> Gradients:
+        """What training on `inputs` would make of the batch-norm statistics; empty for a model without them."""
+        if not self.has_batch_statistics:
+            return {}
+        self._check_inputs(inputs)
+        buffers = {name: value.clone() for name, value in self.buffers.items()}
+        self._call(self._functional.tracking, self.parameters, buffers, inputs)
+        statistics = {name for name, _ in self._functional.live.named_buffers()} - self._functional.stateless_names
+        return {name: value for name, value in buffers.items() if name in statistics}
+
+    def check(self, inputs: Tensor, labels: Tensor) -> None:
+        """Raise `InputError` unless inputs and labels fit the task and each other.
+
+        Labels are class numbers ``[N, *positions]`` (int64) or probabilities ``[N, classes, *positions]``; a loss of
+        the user's own may have other positions, and labels of any kind where the task has no classes.
+        """
+        self._check_inputs(inputs)
+        if not isinstance(labels, Tensor):
+            raise InputError(f"Task: labels must be a tensor, got {type(labels).__name__}")
+        if labels.ndim == 0 or len(labels) != len(inputs):
+            got = len(labels) if labels.ndim else "no"
+            raise InputError(f"Task: expected one label per input, got {got} labels for {len(inputs)} inputs")
+        self.check_labels("Task: labels", labels)
+
+    def check_labels(self, whose: str, labels: Tensor) -> None:
+        """Raise `InputError`, which begins with `whose`, unless labels fit the task, see `check`."""
+        count = len(labels)
+        if labels.is_floating_point() and not torch.isfinite(labels).all():
+            raise InputError(f"{whose} must be finite, got NaN or Inf; check the data")
+        if self.classes is None:
+            return
+        if labels.is_floating_point():
+            wanted = (count, self.classes, *(self.positions if self.loss_name else labels.shape[2:]))
+            if labels.shape != wanted:
+                raise InputError(
+                    f"{whose} that are probabilities must have shape {list(wanted)}, got {list(labels.shape)}; class "
+                    "numbers must be of an integer type, and labels that are no classes need a task with classes=None"
+                )
+            return
+        wanted = (count, *(self.positions if self.loss_name else labels.shape[1:]))
+        if labels.dtype != torch.int64 or labels.shape != wanted:
+            raise InputError(
+                f"{whose} must be int64 of shape {list(wanted)}, got {labels.dtype} of shape {list(labels.shape)}"
+            )
+        low, high = int(labels.min()), int(labels.max())
+        if low < 0 or high >= self.classes:
+            raise InputError(
+                f"{whose} must lie in 0 to {self.classes - 1} ({self.classes} classes), got {low} to {high}; "
+                "check classes= and the label encoding"
+            )
+
+    def __repr__(self) -> str:
+        return (
+            f"Task({type(self._functional.live).__name__}, input_shape={self.input_shape}, classes={self.classes}, "
+            f"parameters={self.size:,})"
+        )
+
+    # -- inside -----------------------------------------------------------------------------------------------------
+
+    def _call(self, view: nn.Module, parameters: Mapping[str, Tensor], buffers: Gradients, inputs: Tensor) -> Tensor:
+        return self._functional(view, {**parameters, **buffers}, self.normalised(inputs))
+
+    def _probe(self) -> Tensor:
+        return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
+
+    def _check_inputs(self, inputs: Tensor) -> None:
+        if not isinstance(inputs, Tensor):
+            raise InputError(f"Task: inputs must be a tensor, got {type(inputs).__name__}")
+        if tuple(inputs.shape[1:]) != self.input_shape or len(inputs) == 0:
+            raise InputError(
+                f"Task: inputs must have shape [N, {', '.join(map(str, self.input_shape))}] with N >= 1, "
+                f"got {list(inputs.shape)}"
+            )
+        if inputs.dtype != self.dtype:
+            raise InputError(
+                f"Task: inputs must have the type of the weights, {self.dtype}, got {inputs.dtype}; "
+                "convert the inputs, or the task with task.to(dtype)"
+            )
+        if inputs.device != self.device:
+            raise InputError(
+                f"Task: inputs must be on the device of the weights, {self.device}, got {inputs.device}; "
+                "move the inputs, or the task with task.to(device)"
+            )
+        if not torch.isfinite(inputs).all():
+            raise InputError("Task: inputs must be finite, got NaN or Inf; check the data")
+
+
+def _normalisation(
+    mean: Sequence[float] | None, std: Sequence[float] | None, input_shape: Sequence[int]
+) -> tuple[Tensor, Tensor] | None:
+    if mean is None and std is None:
+        return None
+    channels = input_shape[0] if input_shape else 0
+    if mean is None or std is None or len(mean) != channels or len(std) != channels:
+        raise ParameterError(
+            f"Task: mean and std must both have one value per channel ({channels}), got mean={mean}, std={std}"
+        )
+    if min(std) <= 0:
+        raise ParameterError(f"Task: every std must be above 0, got {std}")
+    shape = [-1] + [1] * (len(input_shape) - 1)
+    return torch.tensor(mean).view(shape), torch.tensor(std).view(shape)
