@@ -110,24 +110,11 @@ class GradInversion(Attack):
             evaluations=self.iterations,
             victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        solution = Adam(self.lr).minimise(
-            objective,
-            problem.start(self.seeds),
-            iterations=self.iterations,
-            project=modality.project,
-            progress=problem.progress,
-        )
+        start = problem.start(self.seeds)
+        solution = Adam(self.lr).minimise(objective, start, self.iterations, modality.project, problem.progress)
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
             matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
-        return Reconstruction(
-            inputs=torch.stack(inputs),
-            labels=labels,
-            loss=solution.losses,
-            iterations=solution.iterations,
-            history=solution.history,
-            execution=objective.execution,
-            interrupted=solution.interrupted,
-        )
+        return replace(solution.found(labels), inputs=torch.stack(inputs), execution=objective.execution)
