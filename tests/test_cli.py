@@ -173,7 +173,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--model", "vgg11", "--dataset", "OUT/small.npz", "--out", "OUT"], "images must be at least"),
         (["audit", "--out", "OUT/broken.npz/inside"], "audit: expected a folder that can be written to"),
         (["train", "--out", "OUT/broken.npz/inside"], "train: expected a folder that can be written to"),
-        (["train", "--resume", "--out", "OUT/damaged"], "expected JSON, got something else"),
+        (["train", "--resume", "--out", "OUT/damaged"], "config.json: expected JSON, got b'{'"),
         (["train", "--defense", "nothing"], "unknown defense 'nothing'"),
         (["train", "--rounds", "0"], "train: rounds must be a whole number of at least 1, got 0"),
         (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),

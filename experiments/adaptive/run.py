@@ -59,12 +59,6 @@ def dataset() -> data.Dataset:
     return data.load(CONFIG["dataset"])
 
 
-@cache
-def scorer() -> metrics.Scorer:
-    weights = data.find("lpips-alex")
-    return metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
-
-
 def build(spec: str) -> gradveil.Task:
     name, parameters = parse_spec(spec)
     shape, classes = dataset().train.input_shape, len(dataset().classes)
@@ -133,10 +127,10 @@ def attack(case: Row, victims: int, done: dict[tuple[Any, ...], Row]) -> Row:
 
 def measured(images: Tensor, labels: Tensor, found: Tensor, guessed: Tensor) -> Row:
     rows = [
-        scorer().score(image[None], inputs.float(), label[None], guess, None)
+        metrics.Scorer().score(image[None], inputs.float(), label[None], guess, None)
         for image, inputs, label, guess in zip(images, found, labels, guessed, strict=True)
     ]
-    figures: Row = {m: [None if row[m] is None else round(row[m], 4) for row in rows] for m in METRICS}  # type: ignore[literal-required]
+    figures: Row = {m: [None if row[m] is None else round(row[m], 4) for row in rows] for m in METRICS}
     return {**figures, "labels_right": sum(row["label_correct"] for row in rows)}
 
 

@@ -49,8 +49,6 @@ class Bench:
         self.classes = len(self.dataset.classes)
         self.task = self.build(CONFIG["model"])
         self.tasks = {name: self.build(spec) for name, spec in CONFIG["models"].items()}  # attacks on another network
-        weights = data.find("lpips-alex")
-        self.scorer = metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
         public, _ = split_public(self.dataset.train, SEED)
         self.public = as_batch(self.task, self.dataset.train.batch(public))
 
@@ -69,7 +67,9 @@ class Bench:
 
     def score(self, originals: Tensor, found: Tensor, labels: Tensor, guessed: Tensor) -> Row:
         """Per victim; the first axis of every tensor counts victims."""
-        scores = [self.scorer.score(*victim, None) for victim in zip(originals, found, labels, guessed, strict=True)]
+        scores = [
+            metrics.Scorer().score(*victim, None) for victim in zip(originals, found, labels, guessed, strict=True)
+        ]
         result: Row = {}
         for metric in ("psnr", "ssim", "lpips"):
             values = [score[metric] for score in scores]

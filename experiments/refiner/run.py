@@ -49,12 +49,6 @@ def dataset() -> data.Dataset:
     return data.load(CONFIG["dataset"])
 
 
-@cache
-def scorer() -> metrics.Scorer:
-    weights = data.find("lpips-alex")
-    return metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
-
-
 def build(model: str) -> gradveil.Task:
     settings = CONFIG["models"][model]
     name, parameters = parse_spec(settings["model"])
@@ -95,7 +89,7 @@ def attack(case: dict[str, Any], defense: gradveil.Defense, finished: dict[str, 
         execution="batch",
     )
     rows = [
-        scorer().score(*batch[:1], found.inputs[victim], batch[1], found.labels[victim], None)
+        metrics.Scorer().score(*batch[:1], found.inputs[victim], batch[1], found.labels[victim], None)
         for victim, batch in enumerate(batches)
     ]
     distances = [norm({k: update[k] - g[k] for k in g}) for update, g in zip(updates, own, strict=True)]

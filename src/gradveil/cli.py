@@ -27,8 +27,9 @@ from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
+from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import CONFIG, Row, resume_command, slug
+from gradveil.audit.store import CONFIG, resume_command, slug
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -62,6 +63,7 @@ MODEL_FILE = "model_file_digest"
 CONFIG_DIGEST = "digest"
 NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
 
+Figures = dict[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -126,6 +128,25 @@ def audit(
     client_batch: Annotated[int | None, typer.Option(help="Images a client trains on in a round.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
+    local_epochs: Annotated[
+        int | None, typer.Option(help="FedAvg: clients' local passes over their examples; default: one gradient.")
+    ] = None,
+    local_batch: Annotated[int | None, typer.Option(help="FedAvg: examples per local step; default: all.")] = None,
+    local_lr: Annotated[float | None, typer.Option(help="FedAvg: learning rate of the local steps.")] = None,
+    observed_rounds: Annotated[
+        int | None, typer.Option(help="Rounds of each victim, on the same data, that the attacker sees.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Your own weights, a .safetensors file; default: initial ones.")
+    ] = None,
+    norms: Annotated[
+        str | None, typer.Option(help="Batch norm in train or inference mode; default: as the model comes.")
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="The model's normalisation, one number per channel: 0.49,0.48,0.45.")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="The model's normalisation, with --mean.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for the results.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.")
@@ -133,24 +154,10 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""
-    asked = {
-        "dataset": dataset,
-        "model": model,
-        "defenses": tuple(defense) if defense else None,
-        "attacks": tuple(attack) if attack else None,
-        "victims": victims,
-        "batch_size": batch_size,
-        "labels": labels,
-        "adaptive": adaptive,
-        "aggregated": aggregated,
-        "match": match,
-        "chunk": chunk,
-        "rounds": rounds,
-        "clients": clients,
-        "client_batch": client_batch,
-        "lr": lr,
-        "seed": seed,
-    }
+    options = dict(locals())  # each but those of the command itself has the name of a setting
+    asked = {name: options[name] for name in SETTINGS if name in options}
+    asked |= {"defenses": tuple(defense) if defense else None, "attacks": tuple(attack) if attack else None}
+    asked |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
     if resume and output is not None and (output / CONFIG).exists():
@@ -175,12 +182,13 @@ def audit(
         command = resume_command(folder, config.model if is_model_file(config.model) else None)
         say(f"stopped; finished rows are kept. Go on with: {command}")
         raise typer.Exit(INTERRUPTED) from None
-    page = report.write(folder)
-    verdict = report.verdict(folder)
+    finished = report.read(folder)
+    page = report.write(finished)
+    verdict = report.verdict(finished)
     for sentence in verdict:
         say(sentence)
     if as_json:
-        flags = [found.flag.name for found in report.raised_flags(folder)]
+        flags = [found.flag.name for found in report.raised_flags(finished)]
         out.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
@@ -196,6 +204,14 @@ def _with_presets(
         spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
         for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
     )
+
+
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them."""
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None
 
 
 def _words(step: Step) -> str:
@@ -246,29 +262,8 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
-    settings = _TrainSettings(
-        dataset=dataset,
-        model=model,
-        defense=defense,
-        compare=compare,
-        rounds=rounds,
-        clients=clients,
-        clients_per_round=clients_per_round,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        optimiser=optimiser,
-        schedule=schedule,
-        partition=partition,
-        local_epochs=local_epochs,
-        local_lr=local_lr,
-        local_batch=local_batch,
-        local_momentum=local_momentum,
-        evaluate_every=evaluate_every,
-        execution=execution,
-        engine=engine,
-        seed=seed,
-    )
+    options = dict(locals())
+    settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
     given = {
         name
         for name in dataclasses.asdict(settings)
@@ -486,9 +481,9 @@ def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> 
         )
 
 
-def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Row:
+def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Figures:
     """A training as JSON."""
-    figures: Row = {
+    figures: Figures = {
         field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "task"
     }
     figures["privacy"] = result.privacy and str(result.privacy)
@@ -500,7 +495,7 @@ def _described(spec: str, result: TrainingResult, results: dict[str, TrainingRes
     return {"defense": spec, **_finite(figures)}
 
 
-def _finite(figures: Row) -> Row:
+def _finite(figures: Figures) -> Figures:
     """JSON has no word for NaN and infinity."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
@@ -517,7 +512,7 @@ TRAINING_COLUMNS = (
 )
 
 
-def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> list[list[str]]:
+def _training_rows(results: dict[str, TrainingResult], described: list[Figures]) -> list[list[str]]:
     return [
         [
             spec,

@@ -14,7 +14,7 @@ import gradveil
 from gradveil.data import Dataset, Split
 from gradveil.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.federation import Training, train
-from gradveil.federation.local import evaluate, performance_maintenance
+from gradveil.federation.job import evaluate, performance_maintenance
 from gradveil.modality import IMAGE, MODALITIES, Modality
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0, 1.0])

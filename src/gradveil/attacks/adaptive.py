@@ -13,7 +13,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import derived_generator
-from gradveil.task import Gradients, Task, differentiate_by_autograd
+from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
 DRAWS = 4
@@ -60,6 +60,7 @@ def _simulated(
     defense: Defense, local: LocalSteps | None, task: Task, gradients: Gradients, inputs: Tensor, labels: Tensor
 ) -> list[Gradients]:
     fixed = {name: value.detach() for name, value in gradients.items()}
+    task = task.by_autograd(False)  # as a client computes; defenses may use functional transforms
 
     def share(generator: torch.Generator) -> Gradients:
         if defense.gradient_only:
@@ -67,8 +68,7 @@ def _simulated(
         batch = inputs.detach().to(task.dtype), labels
         return defense.share(task, *batch, generator=generator, memory={}, local=local)
 
-    with differentiate_by_autograd(False):  # as a client computes; defenses may use functional transforms
-        drawn = [share(derived_generator(0, "draw", number, device=task.device)) for number in range(DRAWS)]
+    drawn = [share(derived_generator(0, "draw", number, device=task.device)) for number in range(DRAWS)]
     return [
         {name: value + (update[name].to(value) - fixed[name]) for name, value in gradients.items()} for update in drawn
     ]

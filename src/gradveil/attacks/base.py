@@ -1,6 +1,5 @@
 """The contract of an attack: a problem in, findings out."""
 
-import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -14,6 +13,7 @@ from gradveil.attacks.problem import Observed, Problem, Progress, granted_public
 from gradveil.attacks.restarts import best_of
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import has_all_state
+from gradveil.core.timing import timed
 from gradveil.defenses.base import Batch
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import fresh_generator
@@ -97,18 +97,17 @@ class Attack(Method, ABC):
             execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is faster,
                 found by timing.
         """
-        started = time.perf_counter()
-        problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
-        knowledge = problem.knowledge
-        if knowledge and knowledge.draw:
-            execution = "loop"  # a defense's own code cannot be vmapped
-        found = best_of(self.restarts, self._run, replace(problem, progress=progress, execution=execution))
-        inputs = found.inputs.to(task.dtype)
-        if knowledge and knowledge.after:
-            inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
-        inputs = problem.modality.decode(inputs)
-        seconds = time.perf_counter() - started
-        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=seconds)
+        with timed(task.device) as took:
+            problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
+            knowledge = problem.knowledge
+            if knowledge and knowledge.draw:
+                execution = "loop"  # a defense's own code cannot be vmapped
+            found = best_of(self.restarts, self._run, replace(problem, progress=progress, execution=execution))
+            inputs = found.inputs.to(task.dtype)
+            if knowledge and knowledge.after:
+                inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
+            inputs = problem.modality.decode(inputs)
+        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=took.seconds)
 
     def _run(self, problem: Problem) -> Reconstruction:
         found = self.run(problem)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -359,7 +360,7 @@ def bound(case: Case) -> float | None:
 def attack_on(
     observation: Observation, *, progress: Progress | None = None, execution: str | None = None
 ) -> Reconstruction:
-    """Attack what was observed; an attacker who learns is fitted first.
+    """Attack what was observed.
 
     Args:
         observation: what the attacker sees.
@@ -396,7 +397,8 @@ class Score:
         metrics: mean over the examples by metric, with ``label_correct`` and ``leaked``.
         trained_on: the metrics against what the clients truly used, where the defense changed that.
         loss: the attacker's own at the end, in the mean over the updates where they were attacked one by one.
-        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``; None: there was no search, or it left the numbers.
+        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``, each None if there was no search, or if it went
+            beyond all numbers.
         iterations: of the longest search.
         seconds: its share of the wall time.
     """
@@ -405,7 +407,7 @@ class Score:
     metrics: Mapping[str, float | None]
     trained_on: Mapping[str, float | None] | None
     loss: float | None
-    losses: Mapping[str, float | tuple[float, ...]] | None
+    losses: Mapping[str, Any]
     iterations: int
     seconds: float
 
@@ -440,8 +442,8 @@ def score(
         results.append(
             Score(
                 inputs=inputs[place],
-                metrics=dict(scorer.score(victims.inputs[place], *guess)),  # type: ignore[arg-type]
-                trained_on=None if used is None else dict(scorer.score(used.float().cpu(), *guess)),  # type: ignore[arg-type]
+                metrics=scorer.score(victims.inputs[place], *guess),
+                trained_on=None if used is None else scorer.score(used.float().cpu(), *guess),
                 loss=finite(float(losses[place].mean())),
                 losses=_losses(found, place, count),
                 iterations=int(steps[place].max()),
@@ -451,15 +453,18 @@ def score(
     return results
 
 
-def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, float | tuple[float, ...]] | None:
+NO_LOSSES: Mapping[str, Any] = {"loss_start": None, "loss_late": None, "loss_restarts": None}
+
+
+def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, Any]:
     """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
     history = found.history
     if history is None:
-        return None
+        return NO_LOSSES
     start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (history.start, history.late))
     restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[place].mean(0).tolist()
     if not all(map(math.isfinite, [start, late, *restarts])):
-        return None
+        return NO_LOSSES
     return {"loss_start": start, "loss_late": late, "loss_restarts": tuple(restarts)}
 
 

@@ -1,8 +1,6 @@
 """Everything an audit depends on, so that equal configs give equal rows."""
 
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,11 +8,15 @@ from typing import Any
 from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
+from gradveil.audit.cases import NORMS
 from gradveil.audit.match import Price
-from gradveil.audit.store import command_line
+from gradveil.audit.rows import SETTINGS
+from gradveil.audit.store import LARGEST_CONFIG, command_line, read_file
 from gradveil.defenses import create as create_defense
-from gradveil.errors import DataError, ParameterError
+from gradveil.errors import ParameterError
+from gradveil.federation.digests import json_digest
 from gradveil.registry import format_spec, parse_spec
+from gradveil.update import LocalSteps
 
 DEFENSES = (
     "none",
@@ -52,6 +54,16 @@ class AuditConfig:
         client_batch: images a client trains on in a round.
         lr: learning rate of that training.
         seed: everything random derives from it.
+        local_epochs: FedAvg: the clients' local passes over their examples; None: a single gradient.
+        local_batch: FedAvg: examples per local step; None: all of them.
+        local_lr: FedAvg: learning rate of the local steps.
+        observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
+            a step of `lr` along the mean update.
+        weights: safetensors file of the user's own weights; None: the initial ones.
+        norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model comes.
+        mean: the model's normalisation, one number per channel or column, with `std`; None: none.
+        std: likewise.
+        device: where everything is computed.
 
     Example:
         >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
@@ -75,12 +87,33 @@ class AuditConfig:
     client_batch: int = 16
     lr: float = 0.015
     seed: int = 0
+    local_epochs: int | None = None
+    local_batch: int | None = None
+    local_lr: float = 0.05
+    observed_rounds: int = 1
+    weights: str | None = None
+    norms: str | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
+        counts = ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch")
+        for name in (*counts, "observed_rounds"):
             checks.integer("audit", name, getattr(self, name), low=1)
+        if self.local_batch is not None and self.local_epochs is None:
+            raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
+        LocalSteps(self.local_epochs or 1, self.local_batch, self.local_lr)  # which checks them
+        if self.norms is not None:
+            checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
-        for name in ("dataset", "model", "labels", *(["match"] if self.match is not None else [])):
+        for name in (
+            "dataset",
+            "model",
+            "labels",
+            "device",
+            *(n for n in ("match", "weights") if getattr(self, n) is not None),
+        ):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
             specs = getattr(self, name)
@@ -108,6 +141,11 @@ class AuditConfig:
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
 
     @property
+    def local(self) -> LocalSteps | None:
+        """The clients' local steps."""
+        return None if self.local_epochs is None else LocalSteps(self.local_epochs, self.local_batch, self.local_lr)
+
+    @property
     def command(self) -> str:
         """The command that runs this audit again."""
         return command_line(self.to_json())
@@ -115,7 +153,7 @@ class AuditConfig:
     @property
     def digest(self) -> str:
         """Eight hex digits that differ between different configs."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+        return json_digest(self.to_json())[:8]
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
@@ -126,8 +164,8 @@ class AuditConfig:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
         """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
-        kept = {name: value for name, value in fields.items() if name in schema.SETTINGS}
-        schema.check("config.json", kept, schema.SETTINGS)
+        kept = {name: value for name, value in fields.items() if name in SETTINGS}
+        schema.check("config.json", kept, SETTINGS)
         values: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
         }
@@ -160,12 +198,4 @@ def _refuse_equal_but_for_strength(specs: list[str]) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json holds; anything that is not one raises `DataError`."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON, got something else ({error}); choose another --out") from error
-    if not isinstance(fields, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; choose another --out")
-    return fields
+    return schema.parse(str(path), read_file(path, LARGEST_CONFIG), "choose another --out")

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,17 @@ from gradveil.data.embedded import SOURCE as EMBEDDED_SOURCE
 from gradveil.data.embedded import read_embedded_mnist
 from gradveil.data.formats import read
 from gradveil.errors import DataError, UnknownNameError
+from gradveil.registry import Registry
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
 MOST_UNNAMED_CLASSES = 65_536
 
+SOURCES: Registry[Dataset] = Registry("dataset")
+"""Data sets of one's own by name: functions that return a `Dataset`, of any modality."""
 
-def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
+
+def load(name: str | os.PathLike[str], size: int | None = None, **parameters: Any) -> Dataset:
     """Load a dataset.
 
     A name is looked for in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then among what
@@ -29,8 +34,10 @@ def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
     each class becomes the test split and both come in a random order, the same on every machine.
 
     Args:
-        name: one of `names()`, or the path of an ``.npz`` or of a folder (see `gradveil.data.formats`).
+        name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
+            `gradveil.data.formats`).
         size: resize the images to size x size (antialiased, not cropped).
+        parameters: of a data set from `SOURCES`; the others take none.
 
     Example:
         >>> digits = load("mnist")
@@ -39,6 +46,10 @@ def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
         >>> load("mnist", size=32).test.input_shape
         (1, 32, 32)
     """
+    if isinstance(name, str) and name in SOURCES.names():
+        return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
+    if parameters:
+        raise UnknownNameError(f"{name}: unknown parameter {next(iter(parameters))!r}; it takes: size")
     if size is not None:
         size = checks.integer("load", "size", size, low=1)
     if isinstance(name, str) and name in catalog.names():

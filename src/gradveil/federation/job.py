@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -59,10 +59,14 @@ class Job:
     @classmethod
     def prepare(cls, task: Task, dataset: Dataset, defense: Defense, training: Training) -> "Job":
         """Deal out the data and let the defense look at the public part of it."""
+        if task.classes is None:  # there is no accuracy to measure on the way
+            training = replace(training, evaluate_every=None)
         public, shares = deal(dataset.train, training)
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)
         defense, task = defense.prepare(task, public=known, generator=generator)
+        if task.classes is None:  # there is no accuracy
+            training = dataclasses.replace(training, evaluate_every=None)
         return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
@@ -98,9 +102,7 @@ class Job:
 
     def accuracy(self, task: Task, done: int) -> float | None:
         """On the test examples after `done` rounds, if that is a time to evaluate."""
-        if task.classes is None or not self.training.evaluates_after(done):
-            return None
-        return evaluate(task, self.dataset.test)[0]
+        return evaluate(task, self.dataset.test)[0] if self.training.evaluates_after(done) else None
 
     def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
         """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradveil.report.page import environment, replace
+from gradveil.folders import replace_file
+from gradveil.report.page import environment
 from gradveil.report.scatter import Box, Mark, axis, ticks
 
 WIDTH, HEIGHT = 760.0, 360.0
@@ -76,7 +77,7 @@ def write(
         .get_template("curves.html.j2")
         .render(title=title, charts=charts, columns=columns, rows=rows, style=style, width=WIDTH, height=HEIGHT)
     )
-    return replace(path, page.encode())
+    return replace_file(path, [page.encode()])
 
 
 def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:

@@ -1,12 +1,11 @@
-"""The images of an audit folder."""
+"""The pictures of an audit folder."""
 
-import hashlib
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from gradveil.audit.schema import DIGITS
+from gradveil.audit.store import bytes_digest
 from gradveil.errors import DataError
 
 _ROOM = 1_000_000  # bytes that a PNG may have beyond its pixels
@@ -30,7 +29,7 @@ def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> 
         if not path.is_file() or path.stat().st_size > 4 * size[0] * size[1] + _ROOM:
             raise ValueError(f"it must be a file that {size[0]} x {size[1]} pixels account for")
         content = path.read_bytes()
-        if (got := hashlib.sha256(content).hexdigest()[:DIGITS]) != digest:
+        if (got := bytes_digest(content)) != digest:
             raise ValueError(f"its digest must be {digest}, as its row has it, and is {got}: it is another image")
         with Image.open(BytesIO(content), formats=["PNG"]) as image:
             if image.size != size:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from PIL import Image, ImageDraw, ImageFont
 
+from gradveil.audit.rows import ResultRow
 from gradveil.report.images import opened
-from gradveil.report.read import Attempt, Audit, title
+from gradveil.report.read import Audit, title
 from gradveil.report.scores import strongest
 
 # In pixels; the sheet is drawn at twice the size it is meant to be seen at, to be sharp on dense screens.
@@ -32,13 +33,13 @@ class _Row:
 
 
 def overview(audit: Audit) -> Image.Image:
-    """The contact sheet: a row for the originals and one for each defense, a column a victim."""
+    """The contact sheet: a row for the originals and one for each defense, one column per victim."""
     rows = _rows(audit)
     columns = len(rows[0].images)
     heading = [(_heading(audit), HEADING, INK)]
     labels = min(MOST_LABEL, max(_width(line) for row in rows for line in row.label)) + 2 * GAP
     room = (WIDTH - 2 * MARGIN - labels) // max(columns, 1) - GAP
-    most = min(CELL * audit.images, room)
+    most = min(CELL * audit.examples, room)
     pictures = [[image and _enlarge(image, most) for image in row.images] for row in rows]
     cell = max((picture.width for line in pictures for picture in line if picture), default=most)
     width = 2 * MARGIN + max(labels + columns * (cell + GAP) - GAP, min(_width(heading[0]), MOST_LABEL))
@@ -71,12 +72,12 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
     label = [(name, NAME, INK)]
     if parameters:
         label.append((parameters.replace(",", ", "), PARAMETERS, QUIET))
-    found: dict[int, Attempt] = {}
+    found: dict[int, ResultRow] = {}
     if best := strongest(audit, defense):
         attack, result = best
         found = {attempt.victim: attempt for attempt in audit.of(defense, attack)}
         label.append((audit.short(attack), PARAMETERS, QUIET))
-        note = f"median {result.psnr:.1f} dB, leaked {result.leaked}/{result.victims}"
+        note = f"median {audit.primary.words(result.median)}, leaked {result.leaked}/{result.victims}"
         label.append((note, NOTE, LEAK if result.leaked else SAFE))
     else:
         label.append(("not attacked yet", NOTE, QUIET))
@@ -108,7 +109,7 @@ def _paste(sheet: Image.Image, picture: Image.Image | None, left: int, top: int,
     """Put the picture into the middle of its row, in a thick red frame if it leaked."""
     draw = ImageDraw.Draw(sheet)
     if picture is None:
-        draw.text((left, top + height // 2), "no image", fill=QUIET, font=_font(PARAMETERS), anchor="lm")
+        draw.text((left, top + height // 2), "missing", fill=QUIET, font=_font(PARAMETERS), anchor="lm")
         return
     top += (height - picture.height) // 2
     sheet.paste(picture, (left, top))

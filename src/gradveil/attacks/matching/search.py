@@ -45,11 +45,14 @@ def match(
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
     for number, sharpness in enumerate(stages):
         tasks = [(seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in problem.rounds]
-        cost = matching.cost(problem, tasks)
+        cost, alone = (
+            _unpacked(matching.cost(problem, some), unpack) for some in (tasks, [task.by_autograd() for task in tasks])
+        )
         objective = Objective(
-            _unpacked(cost, unpack) if unpack else cost,
+            cost,
             targets,
             problem.labels,
+            alone=alone,
             execution=execution,
             evaluations=iterations,
             victim_bytes=victim_bytes(tasks[0], problem),
@@ -69,7 +72,10 @@ def match(
     return replace(solution.found(problem.labels), iterations=taken, history=history, execution=execution)
 
 
-def _unpacked(cost: Cost, unpack: Unpack) -> Cost:
+def _unpacked(cost: Cost, unpack: Unpack | None) -> Cost:
+    if unpack is None:
+        return cost
+
     def of_candidate(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
         inputs, label = unpack(candidate, label)
         return cost(inputs, updates, label)
