@@ -84,8 +84,8 @@ class GradInversion(Attack):
         parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
 
         def prior(inputs: Tensor) -> Tensor:
-            small, unlikely = self.l2 * inputs.square().mean(), modality.prior(inputs)
-            return small if unlikely is None else self.tv * unlikely + small
+            unlikely = modality.prior(inputs)
+            return (0.0 if unlikely is None else self.tv * unlikely) + self.l2 * inputs.square().mean()
 
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
         tasks = [stage for stage, _ in problem.rounds]
@@ -116,24 +116,11 @@ class GradInversion(Attack):
             evaluations=self.iterations,
             victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        solution = Adam(self.lr).minimise(
-            objective,
-            problem.start(self.seeds),
-            iterations=self.iterations,
-            project=modality.project,
-            progress=problem.progress,
-        )
+        start = problem.start(self.seeds)
+        solution = Adam(self.lr).minimise(objective, start, self.iterations, modality.project, problem.progress)
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
             matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
-        return Reconstruction(
-            inputs=torch.stack(inputs),
-            labels=labels,
-            loss=solution.losses,
-            iterations=solution.iterations,
-            history=solution.history,
-            execution=objective.execution,
-            interrupted=solution.interrupted,
-        )
+        return replace(solution.found(labels), inputs=torch.stack(inputs), execution=objective.execution)

@@ -19,7 +19,10 @@ from torch import Tensor, nn
 from torch.func import jvp
 
 from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.defenses.base import Batch
 from gradveil.errors import InputError, ThreatModelError
+from gradveil.modality import IMAGE
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
 
@@ -120,12 +123,12 @@ class Measurement:
         return signal * self.squared_size / (self.slope(signal) * self.bin_width)
 
 
-def measure(
-    owner: str, task: Task, public: tuple[Tensor, Tensor] | None, bins: int, generator: torch.Generator | None
-) -> Measurement:
+def measure(owner: str, task: Task, public: Batch | None, bins: int, generator: torch.Generator | None) -> Measurement:
     """Look at public images, through the model as it is."""
     if public is None:
         raise ThreatModelError(f"{owner}: needs public images to place its bins by; pass public=(images, labels)")
+    if task.modality != IMAGE:
+        raise ThreatModelError(f"{owner}: sorts images by their brightness, got a task on {task.modality.name} inputs")
     generator = generator or fresh_generator(task.device)
     images, labels = public[0].to(task.device, task.dtype), public[1].to(task.device)
     fed = task.normalised(images).flatten(1)
@@ -306,9 +309,9 @@ def labels_of(task: Task, images: Tensor, weights: Tensor, decode_weight: str, d
     return matches.argmax(1)
 
 
-def recover(owner: str, task: Task, bins: Bins, count: int) -> Reconstruction:
-    """The `count` best images of each victim with their labels, out of what all bins of the attack `owner` say."""
-    picked = pick(bins, count)
+def recover(owner: str, problem: Problem, bins: Bins) -> Reconstruction:
+    """The best images of each victim with their labels, out of what all bins of the attack `owner` say."""
+    task, picked = problem.task, pick(bins, problem.examples)
     images = as_images(task, picked.images)
     names = locate(owner, task.parameters, DECODE, DECODE_BIAS)
     labels = torch.stack([labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)])

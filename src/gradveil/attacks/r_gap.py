@@ -80,6 +80,8 @@ class RGap(Attack):
             )
         if task.loss_name is None:
             raise ThreatModelError(f"{self.name}: must know how the loss is inverted: use cross-entropy or logistic")
+        if threat.known_labels is not None and threat.known_labels.is_floating_point():
+            raise ThreatModelError(f"{self.name}: known_labels must be class numbers, got probabilities")
         chain = _chain(task)
         if task.classifier is None or not isinstance(chain[-1].module, nn.Linear):
             raise InputError(f"{self.name}: the model must end in a linear classifier, got {chain[-1].name!r}")

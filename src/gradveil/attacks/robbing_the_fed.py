@@ -11,6 +11,7 @@ from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import Batch
 from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
@@ -67,9 +68,7 @@ class RobbingTheFed(Attack):
     bins: int = integer(128, low=2)
     signal: float = number(100.0, above=0)
 
-    def modify(
-        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
-    ) -> Task:
+    def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """The task with an imprint block in front of its model."""
         measured = imprint.measure(self.name, task, public, self.bins, generator)
         values, slope = measured.directions.shape[1], measured.slope(self.signal)
@@ -102,5 +101,4 @@ class RobbingTheFed(Attack):
 
     def run(self, problem: Problem) -> Reconstruction:
         """Read all bins of all victims at once; the best are the images."""
-        task = problem.task
-        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)
+        return imprint.recover(self.name, problem, self.read(problem.task, problem.updates))

@@ -63,26 +63,13 @@ def match(
                 later = total - before - iterations
                 problem.progress(before + done, total, left + later * left / max(1, iterations - done))
 
-        solution = optimiser.minimise(
-            objective,
-            candidates,
-            iterations=iterations,
-            project=None if unpack else problem.task.modality.project,
-            progress=tell,
-        )
+        project = None if unpack else problem.modality.project
+        solution = optimiser.minimise(objective, candidates, iterations, project, tell)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         history = solution.history if history is None else replace(solution.history, start=history.start)
         if solution.interrupted:
             break
-    return Reconstruction(
-        inputs=candidates,
-        labels=problem.labels,
-        loss=solution.losses,
-        iterations=taken,
-        history=history,
-        execution=execution,
-        interrupted=solution.interrupted,
-    )
+    return replace(solution.found(problem.labels), iterations=taken, history=history, execution=execution)
 
 
 def _unpacked(cost: Cost, unpack: Unpack | None) -> Cost:

@@ -37,13 +37,7 @@ class Adam(Optimiser):
     tolerance: float = -math.inf
 
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, iterations: int, project: Project = None, progress: Progress = None
     ) -> Solution:
         """Every step is followed by the projection."""
         count = len(start)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.attacks.findings import LossHistory
+from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.matching.objective import Objective
 from gradveil.attacks.problem import Progress
 
@@ -43,6 +43,12 @@ class Solution:
     history: LossHistory
     interrupted: bool = False
 
+    def found(self, labels: Tensor) -> Reconstruction:
+        """The candidates as inputs, with their labels."""
+        return Reconstruction(
+            self.candidates, labels, self.losses, self.iterations, history=self.history, interrupted=self.interrupted
+        )
+
 
 class Optimiser(ABC):
     """Moves the candidates of many victims to where their cost is low.
@@ -56,13 +62,7 @@ class Optimiser(ABC):
 
     @abstractmethod
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, iterations: int, project: Project = None, progress: Progress = None
     ) -> Solution:
         """Look for the minimum.
 

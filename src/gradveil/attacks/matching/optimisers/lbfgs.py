@@ -39,13 +39,7 @@ class LBFGS(Optimiser):
     tolerance: float = 1e-12
 
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, iterations: int, project: Project = None, progress: Progress = None
     ) -> Solution:
         """At most `iterations` accepted steps per victim; progress is that of the slowest."""
         runs = [_Run(point.reshape(-1), iterations, self.history, self.tolerance) for point in start]
