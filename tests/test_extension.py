@@ -115,7 +115,7 @@ def added(monkeypatch):
 
         precision = torch.float64
 
-        def minimise(self, objective, start, *, iterations, project=None, progress=None):
+        def minimise(self, objective, start, iterations, project, progress):
             everybody = torch.arange(len(start))
             candidates, sizes = start, torch.full((len(start),), 4.0, dtype=start.dtype)
             losses, slopes = objective(candidates, everybody)

@@ -3,13 +3,13 @@
 An audit, an experiment and a test all go the same way::
 
     stage = prepare(task, defense, attack, public=public, seed=0)
-    seen = observe(Case(stage, attack, victims))
+    seen = observe(fit(Case(stage, attack, victims)))
     scores = score(seen, attack_on(seen), scorer)
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -237,6 +237,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
+            public=self.stage.public if self.attack.needs_public else None,
         )
 
     def randomness(self, *path: object) -> torch.Generator:
@@ -361,10 +362,19 @@ def bound(case: Case) -> float | None:
     return None if found is None else found.mse
 
 
+def fit(case: Case, *, progress: Progress = None) -> Case:
+    """The case with an attacker who has learned what it can before it sees an update; most have nothing to learn."""
+    if not case.attack.needs_public:
+        return case
+    threat = case.threat(case.victims.batch_size, case.victims.targets)
+    randomness = case.randomness("fit", str(case.attack))
+    return replace(case, attack=case.attack.fit(case.stage.task, threat, generator=randomness, progress=progress))
+
+
 def attack_on(
     observation: Observation, *, progress: Progress | None = None, execution: str | None = None
 ) -> Reconstruction:
-    """Attack what was observed.
+    """Attack what was observed; an attacker who learns must have been fitted (`fit`).
 
     Args:
         observation: what the attacker sees.

@@ -103,7 +103,8 @@ class AuditConfig:
             checks.integer("audit", name, getattr(self, name), low=1)
         if self.local_batch is not None and self.local_epochs is None:
             raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
-        LocalSteps(self.local_epochs or 1, self.local_batch, self.local_lr)  # which checks them
+        epochs = 1 if self.local_epochs is None else self.local_epochs
+        LocalSteps(epochs, self.local_batch, self.local_lr)  # which checks them
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
