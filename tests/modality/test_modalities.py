@@ -124,7 +124,8 @@ class TestEveryModality:
         torch.testing.assert_close(everything, inputs.mean(0).expand(4, *stored.shape[1:]))
 
 
-def test_modalities_of_your_own_have_a_name():
+def test_modalities_of_your_own_have_a_name(monkeypatch):
+    monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     MODALITIES.register("vector")(Vector)
     assert MODALITIES.create("vector") == Vector()
     with pytest.raises(UnknownNameError, match="unknown modality 'imgae'; did you mean image"):
