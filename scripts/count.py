@@ -42,7 +42,7 @@ PLACES = {
     "models": ["models/*"],
     "image metrics": [
         *("metrics/__init__.py", "metrics/images.py", "metrics/noise_ratio.py", "metrics/perceptual_distance.py"),
-        *("metrics/signal_to_noise.py", "metrics/structural_similarity.py"),
+        *("metrics/signal_to_noise.py", "metrics/squared_error.py", "metrics/structural_similarity.py"),
     ],
     "image attacks": [
         *("attacks/*imprint*", "attacks/loki*", "attacks/robbing*", "attacks/r_gap*", "attacks/inverting_gradients*"),

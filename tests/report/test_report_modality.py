@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gradveil import report
+from gradveil.audit import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config
 from gradveil.audit.rows import VERSION, MethodId, ResultRow, UtilityRow
 from gradveil.audit.schema import sealed
@@ -25,22 +26,12 @@ from gradveil.report.tables import ranking
 
 DISTANCES = {("none", "idlg"): 0.02, ("none", "dlg"): 0.05, ("top-k", "idlg"): 0.6, ("top-k", "dlg"): 0.7}
 SETTINGS = {
+    **AuditConfig().to_json(),
     "dataset": "meters",
     "model": "mlp",
     "defenses": ["none", "top-k"],
     "attacks": ["idlg", "dlg"],
-    "victims": 8,
-    "batch_size": 1,
-    "labels": "infer",
     "adaptive": False,
-    "aggregated": 1,
-    "match": None,
-    "chunk": 8,
-    "rounds": 10,
-    "clients": 2,
-    "client_batch": 4,
-    "lr": 0.1,
-    "seed": 0,
 }
 
 
