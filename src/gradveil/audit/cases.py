@@ -77,7 +77,7 @@ def build_task(
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
     modality = dataset.train.modality
-    return Task(net.to(device), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    return Task(net.to(usable_device(device)), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
 
 
 def usable_device(name: str) -> torch.device:
