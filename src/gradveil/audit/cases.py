@@ -76,8 +76,8 @@ def build_task(
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
-    modality = dataset.train.modality
-    return Task(net.to(usable_device(device)), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    net, modality = net.to(usable_device(device)), dataset.train.modality
+    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
 
 
 def usable_device(name: str) -> torch.device:
@@ -90,9 +90,7 @@ def usable_device(name: str) -> torch.device:
         return torch.zeros(1, device=name).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
         reason = str(error).partition("\n")[0]
-        raise ParameterError(
-            f"device must be one that torch can use here, such as cpu, got {name!r}: {reason}"
-        ) from error
+        raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
