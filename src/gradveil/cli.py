@@ -26,6 +26,7 @@ from gradveil.attacks import ATTACKS
 from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
+from gradveil.audit.cases import build_task
 from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
@@ -143,7 +144,7 @@ def audit(
         str | None, typer.Option(help="Batch norm in train or inference mode; default: as the model comes.")
     ] = None,
     mean: Annotated[
-        str | None, typer.Option(help="The model's normalisation, one number per channel: 0.49,0.48,0.45.")
+        str | None, typer.Option(help="The model's normalisation, one number for each: 0.49,0.48,0.45.")
     ] = None,
     std: Annotated[str | None, typer.Option(help="The model's normalisation, with --mean.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = None,
@@ -257,6 +258,7 @@ def train(
         str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil\\[flower]).")
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
     output: Annotated[
         Path | None, typer.Option("--out", help="Folder for checkpoints, training.json and the plot, training.html.")
     ] = None,
@@ -378,6 +380,7 @@ class _TrainSettings:
     execution: str
     engine: str
     seed: int
+    device: str
 
     @property
     def specs(self) -> list[str]:
@@ -414,10 +417,7 @@ class _TrainSettings:
     def load(self) -> tuple[Task, datasets.Dataset]:
         name, parameters = parse_spec(self.dataset)
         loaded = datasets.load(name, **parameters)
-        shape, classes = loaded.train.input_shape, len(loaded.classes)
-        model_name, model_parameters = parse_spec(self.model)
-        net = models.create(model_name, input_shape=shape, classes=classes, seed=self.seed, **model_parameters)
-        return Task(net, input_shape=shape, classes=classes), loaded
+        return build_task(loaded, self.model, seed=self.seed, device=self.device), loaded
 
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:

@@ -267,3 +267,8 @@ def test_an_audit_takes_all_of_these_as_settings(dataset, tmp_path, monkeypatch)
 def test_bad_settings_are_refused(settings, words):
     with pytest.raises(ParameterError, match=words):
         AuditConfig(**settings)
+
+
+def test_a_device_that_is_not_there_is_refused(dataset):
+    with pytest.raises(ParameterError, match="device must be one that torch has here, such as cpu, got 'abacus'"):
+        build_task(dataset, "mlp", device="abacus")

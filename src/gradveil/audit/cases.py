@@ -76,8 +76,21 @@ def build_task(
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
-    modality = dataset.train.modality
-    return Task(net.to(device), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    net, modality = net.to(usable_device(device)), dataset.train.modality
+    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, if torch can compute on it here.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
+        reason = str(error).partition("\n")[0]
+        raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -455,7 +468,7 @@ def score(
         used = observation.trained_on[place]
         results.append(
             Score(
-                inputs=inputs[place],
+                inputs=inputs[place].cpu(),
                 metrics=scorer.score(victims.inputs[place], *guess),
                 trained_on=None if used is None else scorer.score(used.float().cpu(), *guess),
                 loss=finite(float(losses[place].mean())),
