@@ -26,6 +26,7 @@ from gradveil.attacks import ATTACKS
 from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
+from gradveil.audit.cases import build_task
 from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
@@ -106,7 +107,7 @@ def audit(
         str | None, typer.Option(help="quick, standard or thorough: presets for attacks named without parameters.")
     ] = None,
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples behind each update.")] = None,
     labels: Annotated[str | None, typer.Option(help="infer: the attacker finds them; known: it is given them.")] = None,
     adaptive: Annotated[
         bool | None,
@@ -125,7 +126,7 @@ def audit(
     chunk: Annotated[int | None, typer.Option(help="Victims attacked together.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, typer.Option(help="Clients in that training.")] = None,
-    client_batch: Annotated[int | None, typer.Option(help="Images a client trains on in a round.")] = None,
+    client_batch: Annotated[int | None, typer.Option(help="Examples a client trains on in a round.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
     local_epochs: Annotated[
@@ -143,7 +144,7 @@ def audit(
         str | None, typer.Option(help="Batch norm in train or inference mode; default: as the model comes.")
     ] = None,
     mean: Annotated[
-        str | None, typer.Option(help="The model's normalisation, one number per channel: 0.49,0.48,0.45.")
+        str | None, typer.Option(help="The model's normalisation, one number for each: 0.49,0.48,0.45.")
     ] = None,
     std: Annotated[str | None, typer.Option(help="The model's normalisation, with --mean.")] = None,
     device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = None,
@@ -233,19 +234,21 @@ def train(
         list[str] | None, typer.Option(help="Train under this defense too, with the same seeds; repeatable.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 100,
-    clients: Annotated[int, typer.Option(help="Clients that share the training images.")] = 10,
+    clients: Annotated[int, typer.Option(help="Clients that share the training examples.")] = 10,
     clients_per_round: Annotated[int | None, typer.Option(help="Clients drawn each round; default: all.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images a client draws each round.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Examples a client draws each round.")] = 32,
     lr: Annotated[float, typer.Option(help="The server's learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="The server's momentum.")] = 0.9,
     optimiser: Annotated[str, typer.Option(help="The server's: sgd or adam.")] = "sgd",
     schedule: Annotated[str, typer.Option(help="Of the learning rate: constant, step or cosine.")] = "constant",
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:classes_per_client=2.")] = "iid",
     local_epochs: Annotated[
-        int | None, typer.Option(help="FedAvg: local passes over the drawn images; default: FedSGD.")
+        int | None, typer.Option(help="FedAvg: local passes over the drawn examples; default: FedSGD.")
     ] = None,
     local_lr: Annotated[float, typer.Option(help="FedAvg: learning rate of the local steps.")] = 0.05,
-    local_batch: Annotated[int | None, typer.Option(help="FedAvg: images a local step; default: all drawn.")] = None,
+    local_batch: Annotated[
+        int | None, typer.Option(help="FedAvg: examples per local step; default: all drawn.")
+    ] = None,
     local_momentum: Annotated[float, typer.Option(help="FedAvg: momentum of the local steps.")] = 0.0,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Rounds between evaluations; default: a tenth of all.")
@@ -255,6 +258,7 @@ def train(
         str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil\\[flower]).")
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
     output: Annotated[
         Path | None, typer.Option("--out", help="Folder for checkpoints, training.json and the plot, training.html.")
     ] = None,
@@ -376,6 +380,7 @@ class _TrainSettings:
     execution: str
     engine: str
     seed: int
+    device: str
 
     @property
     def specs(self) -> list[str]:
@@ -412,10 +417,7 @@ class _TrainSettings:
     def load(self) -> tuple[Task, datasets.Dataset]:
         name, parameters = parse_spec(self.dataset)
         loaded = datasets.load(name, **parameters)
-        shape, classes = loaded.train.input_shape, len(loaded.classes)
-        model_name, model_parameters = parse_spec(self.model)
-        net = models.create(model_name, input_shape=shape, classes=classes, seed=self.seed, **model_parameters)
-        return Task(net, input_shape=shape, classes=classes), loaded
+        return build_task(loaded, self.model, seed=self.seed, device=self.device), loaded
 
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
@@ -546,7 +548,7 @@ def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], 
     accuracy = [Curve(spec, result.history) for spec, result in results.items()]
     loss = [Curve(spec, [(r.round, r.loss) for r in result.rounds]) for spec, result in results.items()]
     charts = [
-        lay_out("accuracy on the test images", accuracy, percent=True),
+        lay_out("accuracy on the test examples", accuracy, percent=True),
         lay_out("training loss", loss, percent=False),
     ]
     return write_curves(folder / "training.html", f"Training {title}", charts, TRAINING_COLUMNS, rows)

@@ -31,18 +31,7 @@ SETTINGS = {
     "model": "mlp",
     "defenses": ["none", "top-k"],
     "attacks": ["idlg", "dlg"],
-    "victims": 8,
-    "batch_size": 1,
-    "labels": "infer",
     "adaptive": False,
-    "aggregated": 1,
-    "match": None,
-    "chunk": 8,
-    "rounds": 10,
-    "clients": 2,
-    "client_batch": 4,
-    "lr": 0.1,
-    "seed": 0,
 }
 
 

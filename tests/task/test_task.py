@@ -211,7 +211,7 @@ def test_normalisation_is_part_of_the_task():
     normalised = (images - torch.tensor([0.1, 0.2]).view(2, 1, 1)) / torch.tensor([0.5, 2.0]).view(2, 1, 1)
     expected = autograd_gradients(model, normalised, labels)
     torch.testing.assert_close(task.gradients(images, labels)["1.weight"], expected["1.weight"])
-    with pytest.raises(ParameterError, match="one value per channel"):
+    with pytest.raises(ParameterError, match="one value for each of the 2 entries of an input's first axis"):
         gradveil.Task(model, input_shape=(2, 2, 2), classes=3, mean=(0.1,), std=(1.0, 1.0))
 
 

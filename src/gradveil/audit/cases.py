@@ -3,13 +3,13 @@
 An audit, an experiment and a test all go the same way::
 
     stage = prepare(task, defense, attack, public=public, seed=0)
-    seen = observe(Case(stage, attack, victims))
+    seen = observe(fit(Case(stage, attack, victims)))
     scores = score(seen, attack_on(seen), scorer)
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -44,6 +44,7 @@ def build_task(
     model: str,
     *,
     seed: int = 0,
+    loss: str = "cross-entropy",
     weights: Path | None = None,
     norms: str | None = None,
     mean: Sequence[float] | None = None,
@@ -56,6 +57,7 @@ def build_task(
         dataset: says what an input is and which classes there are.
         model: a name with parameters, or ``FILE.py@FUNCTION``, which is code that runs.
         seed: of the initial weights.
+        loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model of one logit.
         weights: a safetensors file of the user's own weights, by the model's names; None: the initial ones.
         norms: ``"train"``: batch norm works on the statistics of the batch; ``"inference"``: on its running ones; None:
             as the model comes.
@@ -65,7 +67,8 @@ def build_task(
     """
     name, parameters = parse_spec(model)
     shape, classes = dataset.train.input_shape, len(dataset.classes)
-    net = models.create(name, input_shape=shape, classes=classes, seed=seed, **parameters)
+    logits = 1 if loss == "logistic" else classes
+    net = models.create(name, input_shape=shape, classes=logits, seed=seed, **parameters)
     if weights is not None:
         load_weights(net, weights)
     if norms is not None:
@@ -73,7 +76,21 @@ def build_task(
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
-    return Task(net.to(device), input_shape=shape, classes=classes, mean=mean, std=std, modality=dataset.train.modality)
+    net, modality = net.to(usable_device(device)), dataset.train.modality
+    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, if torch can compute on it here.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
+        reason = str(error).partition("\n")[0]
+        raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -233,6 +250,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
+            public=self.stage.public if self.attack.needs_public else None,
         )
 
     def randomness(self, *path: object) -> torch.Generator:
@@ -357,10 +375,19 @@ def bound(case: Case) -> float | None:
     return None if found is None else found.mse
 
 
+def fit(case: Case, *, progress: Progress = None) -> Case:
+    """The case with an attacker who has learned what it can before it sees an update; most have nothing to learn."""
+    if not case.attack.needs_public:
+        return case
+    threat = case.threat(case.victims.batch_size, case.victims.targets)
+    randomness = case.randomness("fit", str(case.attack))
+    return replace(case, attack=case.attack.fit(case.stage.task, threat, generator=randomness, progress=progress))
+
+
 def attack_on(
     observation: Observation, *, progress: Progress | None = None, execution: str | None = None
 ) -> Reconstruction:
-    """Attack what was observed.
+    """Attack what was observed; an attacker who learns must have been fitted (`fit`).
 
     Args:
         observation: what the attacker sees.
@@ -441,7 +468,7 @@ def score(
         used = observation.trained_on[place]
         results.append(
             Score(
-                inputs=inputs[place],
+                inputs=inputs[place].cpu(),
                 metrics=scorer.score(victims.inputs[place], *guess),
                 trained_on=None if used is None else scorer.score(used.float().cpu(), *guess),
                 loss=finite(float(losses[place].mean())),

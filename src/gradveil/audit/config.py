@@ -11,7 +11,7 @@ from gradveil.audit import schema
 from gradveil.audit.cases import NORMS
 from gradveil.audit.match import Price
 from gradveil.audit.rows import SETTINGS
-from gradveil.audit.store import LARGEST_CONFIG, command_line, read_file
+from gradveil.audit.store import command_line, read_json
 from gradveil.defenses import create as create_defense
 from gradveil.errors import ParameterError
 from gradveil.federation.digests import json_digest
@@ -103,7 +103,8 @@ class AuditConfig:
             checks.integer("audit", name, getattr(self, name), low=1)
         if self.local_batch is not None and self.local_epochs is None:
             raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
-        LocalSteps(self.local_epochs or 1, self.local_batch, self.local_lr)  # which checks them
+        epochs = 1 if self.local_epochs is None else self.local_epochs
+        LocalSteps(epochs, self.local_batch, self.local_lr)  # which checks them
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
@@ -198,4 +199,4 @@ def _refuse_equal_but_for_strength(specs: list[str]) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json holds; anything that is not one raises `DataError`."""
-    return schema.parse(str(path), read_file(path, LARGEST_CONFIG), "choose another --out")
+    return read_json(path, "choose another --out")

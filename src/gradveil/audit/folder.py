@@ -9,21 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
-from gradveil.audit import schema
+from gradveil.audit import schema, store
 from gradveil.audit.rows import CONFIG_SCHEMA, STAMPS, VERSION, MatchRow, ResultRow, Row, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, refuse, short
-from gradveil.audit.store import (
-    BLIND_GUESS,
-    CONFIG,
-    LARGEST_CONFIG,
-    MATCHES,
-    RESULTS,
-    UTILITY,
-    JsonLines,
-    command_line,
-    read_file,
-    read_lines,
-)
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, JsonLines, read_lines
 from gradveil.errors import DataError, OutputError, UnknownNameError
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
@@ -108,7 +97,7 @@ def read_audit(folder: Path) -> Json:
     path = folder / CONFIG
     if not path.is_file():
         raise DataError(f"{path}: no such file, so this is not an audit folder; `gradveil audit --out DIR` makes one")
-    config = schema.parse(CONFIG, read_file(path, LARGEST_CONFIG))
+    config = store.read_json(path)
     check_config(config)
     return config
 
@@ -127,7 +116,7 @@ def check_config(config: Json) -> None:
     if is_model_file(config["model"]) != (config["model_file_digest"] is not None):
         expected = "the digest of the model's file, and null where the model is no file"
         refuse(CONFIG, "model_file_digest", expected, short(config["model_file_digest"]))
-    if config["command"] != (expected := command_line(config)):
+    if config["command"] != (expected := store.command_line(config)):
         refuse(CONFIG, "command", f"the command of these settings ({short(expected)})", short(config["command"]))
     schema.check_seal(CONFIG, config)
 

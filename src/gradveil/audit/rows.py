@@ -4,6 +4,7 @@ Each field is declared once, with the kind of value that it holds. Writer, reade
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -68,6 +69,11 @@ CONFIG_SCHEMA: Schema = {
     "platform": kinds.text(1000),
     DIGEST: kinds.digest(),
 }
+
+_PICTURE = Kind(
+    "a path images/NAME.png",
+    lambda value: isinstance(value, str) and bool(re.fullmatch(r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png", value)),
+)
 
 STAMPS: Schema = {"audit": kinds.digest(), DIGEST: kinds.digest()}
 """What every row carries on disk: the identity of its audit, which is the digest of config.json, and its own digest."""
@@ -206,7 +212,7 @@ class ResultRow(Row):
     loss_restarts: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.ANY_NUMBER, 100_000)))
     iterations: int = _is(kinds.whole(0))
     seconds: float | None = _is(kinds.optional(kinds.AMOUNT))
-    image: str | None = _is(kinds.optional(kinds.PICTURE))
+    image: str | None = _is(kinds.optional(_PICTURE))
     image_digest: str | None = _is(kinds.optional(kinds.digest()))
     original_digest: str | None = _is(kinds.optional(kinds.digest()))
 

@@ -4,7 +4,7 @@ import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from gradveil.audit.cases import (
     build_task,
     choose_victims,
     finite,
+    fit,
     observe,
     prepare,
     score,
@@ -364,6 +365,7 @@ class _Work:
         self.subject, self.files, self.config = subject, files, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
         self.costs = Costs(subject.task, subject.dataset, _training(self.config))
+        self._fitted: dict[tuple[str, str, bool], Attack] = {}
         self._stages: dict[tuple[str, str | None], tuple[Stage, float | None]] = {}
 
     def pieces(self) -> Iterator[_Piece]:
@@ -437,7 +439,7 @@ class _Work:
             return  # the match left it out
         stage, bound_mse = prepared
         case = self.subject.case(stage, attack, adaptive, self.subject.victims.part(chunk))
-        seen = observe(case)
+        seen = observe(self._fitted_case(case, tell))
         found = attack_on(seen, progress=tell)
         if found.interrupted:
             raise KeyboardInterrupt
@@ -466,6 +468,15 @@ class _Work:
             stage = prepare(subject.task, create_defense(chosen), attack, public=subject.public, seed=self.config.seed)
             self._stages[key] = stage, bound(subject.case(stage, attack, adaptive=False))
         return self._stages[key]
+
+    def _fitted_case(self, case: Case, tell: Tell) -> Case:
+        """The case with an attacker who has learned, once for all chunks."""
+        key = str(case.attack), str(case.stage.defense), bool(case.adaptive)
+        if key not in self._fitted:
+            # As with stages, nobody asks for those of an earlier defense again.
+            self._fitted = {other: attack for other, attack in self._fitted.items() if other[1] == key[1]}
+            self._fitted[key] = fit(case, progress=tell).attack
+        return replace(case, attack=self._fitted[key])
 
     def _row(
         self,

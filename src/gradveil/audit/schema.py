@@ -151,10 +151,6 @@ TARGET = Kind(
     lambda value: ANY_NUMBER.holds(value) or listing(ANY_NUMBER, 10_000).holds(value),
 )
 PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec says the same
-_PICTURE = r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png"
-PICTURE = Kind(
-    "a path images/NAME.png", lambda value: isinstance(value, str) and re.fullmatch(_PICTURE, value) is not None
-)
 
 
 def digest_of(values: Mapping[str, Any]) -> str:

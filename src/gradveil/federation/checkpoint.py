@@ -205,7 +205,7 @@ def identify(
     return {
         **settings,
         "defense": str(defense),
-        "dataset": f"{dataset.name}, {len(dataset.train)} images",
+        "dataset": f"{dataset.name}, {len(dataset.train)} {dataset.train.modality.unit}s",
         "data": data_digest(dataset),
         "execution": execution,
         "model": task_digest(task),

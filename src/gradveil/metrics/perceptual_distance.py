@@ -32,7 +32,7 @@ _CONVOLUTIONS = (
 _POOLED = ("features.3", "features.6")
 _NORM_EPSILON = 1e-10
 _WEIGHTS = "lpips-alex"
-_COMMAND = f"gradveil data get {_WEIGHTS}"
+_GET = f"gradveil data get {_WEIGHTS}"
 
 ARRAY_SHAPES: dict[str, tuple[int, ...]] = {
     **{f"{name}.weight": shape for name, shape, _, _ in _CONVOLUTIONS},
@@ -74,12 +74,12 @@ class Lpips:
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for name, shape in ARRAY_SHAPES.items():
             if name not in arrays:
-                raise DataError(f"LPIPS weights: array {name!r} is missing; get them with `{_COMMAND}`")
+                raise DataError(f"LPIPS weights: array {name!r} is missing; get them with `{_GET}`")
             array = arrays[name]
             if array.shape != shape or array.dtype.kind != "f" or not np.isfinite(array).all():
                 raise DataError(
                     f"LPIPS weights: array {name!r} must hold finite floats of shape {shape}, "
-                    f"got {array.dtype} of shape {array.shape}; get the right ones with `{_COMMAND}`"
+                    f"got {array.dtype} of shape {array.shape}; get the right ones with `{_GET}`"
                 )
         self._arrays = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in ARRAY_SHAPES}
 
@@ -89,9 +89,7 @@ class Lpips:
         try:
             arrays = read_arrays(Path(path), ARRAY_SHAPES)
         except DataError as error:
-            raise DataError(
-                f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with `{_COMMAND}`"
-            ) from error
+            raise DataError(f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with `{_GET}`") from error
         return cls(arrays)
 
     def __call__(self, originals: Tensor, reconstructions: Tensor) -> Tensor:
@@ -120,24 +118,15 @@ class Lpips:
             yield x / (x.square().sum(dim=1, keepdim=True).sqrt() + _NORM_EPSILON)
 
 
-@metric(
-    "lpips",
-    "LPIPS",
-    better="lower",
-    modalities=("image",),
-    digits=3,
-    low=0,
-    high=1000,
-    optional=True,
-    remedy=_COMMAND,
-    second_opinion="Pixels forgive blur and punish a shift; a vision network does the opposite.",
-)
+@metric("lpips", "LPIPS", better="lower", modalities=("image",), digits=3, low=0, high=1000, optional=True, remedy=_GET)
 def lpips(
     originals: Tensor, reconstructions: Tensor, *, weights: Lpips | str | os.PathLike[str] | None = None
 ) -> Tensor | None:
     """LPIPS of each pair of images; see `Lpips`.
 
     In words: Distance between the two images as a vision network sees them. 0 is identical.
+
+    Second opinion: Pixels forgive blur and punish a shift; a vision network does the opposite.
 
     Args:
         originals: float images [N, C, H, W] in [0, 1] with 1 or 3 channels.

@@ -133,7 +133,9 @@ METRICS = Metrics()
 
 
 def metric(name: str, title: str, **fields: Any) -> Callable[[F], F]:
-    """Decorator that adds a function as a metric; its docstring says under ``In words:`` what the summary is.
+    """Decorator that adds a function as a metric.
+
+    Its docstring has the summary in a paragraph ``In words: ...`` and, if there is one, a ``Second opinion: ...``.
 
     Args:
         name: as `Metric` has it.
@@ -142,9 +144,10 @@ def metric(name: str, title: str, **fields: Any) -> Callable[[F], F]:
     """
 
     def register(compute: F) -> F:
-        _, _, words = (inspect.getdoc(compute) or "").partition("In words: ")
-        summary = " ".join(words.partition("\n\n")[0].split())
-        METRICS.add(Metric(name, title, compute, summary=summary, **fields))
+        paragraphs = [" ".join(part.split()) for part in (inspect.getdoc(compute) or "").split("\n\n")]
+        said = dict(part.split(": ", 1) for part in paragraphs if ": " in part)
+        summary, opinion = said.get("In words", ""), said.get("Second opinion")
+        METRICS.add(Metric(name, title, compute, summary=summary, second_opinion=opinion, **fields))
         return compute
 
     return register

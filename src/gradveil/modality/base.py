@@ -40,6 +40,13 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, in words that go before "that guess"."""
 
+    def __init_subclass__(cls) -> None:
+        """Refuse a modality that reports could not put into words."""
+        super().__init_subclass__()
+        for wanted in ("unit", "primary", "rule"):
+            if not isinstance(getattr(cls, wanted, None), str):
+                raise TypeError(f"{cls.__name__}: a modality says its {wanted}, a text; write {wanted} = ...")
+
     @abstractmethod
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse (`DataError`) examples that are not stored as they should be; `where` begins the message."""

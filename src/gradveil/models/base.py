@@ -52,7 +52,7 @@ class Description(NamedTuple):
 class ImageClassifier(nn.Module):
     """A feature extractor and a linear layer from its output to the logits: the shape of every model here.
 
-    A model is a subclass that states its `name` and `paper` and builds its features. Its keyword-only
+    A model is a registered subclass that states its `paper` and builds its features. Its keyword-only
     parameters are what `create` takes for it; the first line of its docstring is what `gradveil list` says.
 
     Args:

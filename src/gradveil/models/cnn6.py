@@ -29,7 +29,6 @@ class Cnn6(ImageClassifier):
         Linear(in_features=3200, out_features=10, bias=False)
     """
 
-    name = "cnn6"
     paper = "Zhu & Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021"
 
     def __init__(

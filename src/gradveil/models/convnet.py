@@ -32,7 +32,6 @@ class ConvNet(ImageClassifier):
         Linear(in_features=2304, out_features=10, bias=True)
     """
 
-    name = "convnet"
     paper = "Geiping et al., Inverting Gradients, NeurIPS 2020"
 
     def __init__(

@@ -30,7 +30,6 @@ class Mlp(ImageClassifier):
         Linear(in_features=200, out_features=10, bias=True)
     """
 
-    name = "mlp"
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
 
     def __init__(

@@ -30,7 +30,6 @@ class MnistCnn(ImageClassifier):
         Linear(in_features=32, out_features=10, bias=True)
     """
 
-    name = "mnist-cnn"
     paper = "Chen et al., Optimal Defenses Against Gradient Reconstruction Attacks, 2024"
 
     def __init__(

@@ -72,7 +72,6 @@ class ResNet10(ResNet):
         torch.Size([2, 10])
     """
 
-    name = "resnet10"
     blocks_per_stage = 1
 
 
@@ -87,7 +86,6 @@ class ResNet18(ResNet):
         11173962
     """
 
-    name = "resnet18"
     blocks_per_stage = 2
 
 

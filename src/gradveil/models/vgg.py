@@ -31,7 +31,6 @@ class Vgg11(ImageClassifier):
         Linear(in_features=512, out_features=10, bias=True)
     """
 
-    name = "vgg11"
     paper = "Simonyan & Zisserman, Very Deep Convolutional Networks, ICLR 2015"
 
     def __init__(

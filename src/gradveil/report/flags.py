@@ -113,9 +113,9 @@ def flags_for(modality: Modality, metrics: Sequence[Metric]) -> list[Flag]:
     ]
 
 
-def documentation() -> str:
+def documentation(modality: Modality = IMAGE) -> str:
     """The page docs/flags.md."""
-    shown = flags_for(IMAGE, METRICS.of(IMAGE))
+    shown = flags_for(modality, METRICS.of(modality))
     parts = [
         "# Trust flags",
         "An audit that proves nothing looks just like one that proves a defense: nothing is recovered in either. These "

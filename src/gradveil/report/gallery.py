@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from gradveil.audit.rows import MethodId, ResultRow
 from gradveil.audit.store import BLIND_GUESS
+from gradveil.report import images
 from gradveil.report.read import Audit, title
 from gradveil.report.scores import primary_of, score
 
@@ -43,7 +44,9 @@ class Figure:
 
 def figures(audit: Audit) -> list[Figure]:
     """One figure per attack: the originals and the blind guess on top, the adaptive attacker below the plain one."""
-    originals = [_shot(audit, audit.original(victim), "", f"original of victim {victim}") for victim in _shown(audit)]
+    originals = [
+        _shot(audit, images.original(audit, victim), "", f"original of victim {victim}") for victim in _shown(audit)
+    ]
     top = [Strip("original", "what the client has", originals)]
     if audit.blind:
         note = f"median {audit.primary.words(score(audit, audit.blind).median)}"
@@ -95,7 +98,7 @@ def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
     ]
     caption = audit.primary.words(primary_of(audit, [row])[row.victim])
     description = f"{name}, victim {row.victim}: {', '.join(shown)}{words}"
-    return _shot(audit, audit.picture(row), caption, description, judged)
+    return _shot(audit, images.found(audit, row), caption, description, judged)
 
 
 def _shot(audit: Audit, content: bytes | None, caption: str, description: str, leaked: bool | None = None) -> Shot:

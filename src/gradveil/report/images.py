@@ -5,13 +5,33 @@ from pathlib import Path
 
 from PIL import Image
 
+from gradveil.audit.rows import ResultRow
 from gradveil.audit.store import bytes_digest
 from gradveil.errors import DataError
+from gradveil.report.read import Audit
 
 _ROOM = 1_000_000  # bytes that a PNG may have beyond its pixels
 
 
-def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> bytes | None:
+def original(audit: Audit, victim: int) -> bytes | None:
+    """The victim's own picture as a PNG; None if there is none."""
+    digest = next((row.original_digest for row in audit.blind if row.victim == victim), None)
+    return None if digest is None else _loaded(audit, f"images/original-v{victim}.png", digest)
+
+
+def found(audit: Audit, row: ResultRow) -> bytes | None:
+    """What an attack made of a victim, as a PNG; None if there is none."""
+    return None if row.image is None else _loaded(audit, row.image, row.image_digest)
+
+
+def _loaded(audit: Audit, name: str, digest: str | None) -> bytes | None:
+    if name not in audit.loaded:
+        size = audit.modality.rendered_size(audit.config["input_shape"], audit.examples)
+        audit.loaded[name] = _load(audit.folder, name, digest, size)
+    return audit.loaded[name]
+
+
+def _load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> bytes | None:
     """The PNG `name` of an audit folder, None if it is not there.
 
     Args:
@@ -44,6 +64,6 @@ def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> 
 
 
 def opened(content: bytes) -> Image.Image:
-    """What `load` returned, as pixels."""
+    """A loaded PNG as pixels."""
     with Image.open(BytesIO(content), formats=["PNG"]) as image:
         return image.convert("RGB")

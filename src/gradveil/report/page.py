@@ -3,7 +3,6 @@
 import re
 from collections.abc import Sequence
 from functools import partial
-from io import BytesIO
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -13,7 +12,7 @@ from gradveil.folders import replace_file
 from gradveil.report.flags import Raised, flags_for, raised
 from gradveil.report.gallery import figures, victim_names
 from gradveil.report.judgement import judge
-from gradveil.report.picture import overview
+from gradveil.report.picture import write_overview
 from gradveil.report.read import UNDEFENDED, Audit, read
 from gradveil.report.scatter import Line, Point, Scale, layout, pareto
 from gradveil.report.scores import gain, score, strongest
@@ -33,10 +32,8 @@ def write(source: Path | Audit) -> Path:
         The path of the page.
     """
     audit = _audit(source)
-    sheet = BytesIO()
-    overview(audit).save(sheet, format="PNG", optimize=True)
     page = render(audit).encode()
-    replace_file(audit.folder / "overview.png", [sheet.getvalue()])
+    write_overview(audit)
     return replace_file(audit.folder / "report.html", [page])
 
 
@@ -78,7 +75,7 @@ def render(audit: Audit) -> str:
             verdict=judge(audit),
             figures=shown,
             victim_names=victim_names(audit),
-            images_missing=sum(shot.uri is None for figure in shown for row in figure.strips for shot in row.shots),
+            absent=sum(shot.uri is None for figure in shown for row in figure.strips for shot in row.shots),
             attacks=attack_table(audit),
             utility=utility_table(audit),
             ranking=ranking(audit),

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 
 from PIL import Image, ImageDraw, ImageFont
 
 from gradveil.audit.rows import ResultRow
-from gradveil.report.images import opened
+from gradveil.folders import replace_file
+from gradveil.report import images
 from gradveil.report.read import Audit, title
 from gradveil.report.scores import strongest
 
@@ -30,6 +32,13 @@ class _Row:
     label: Sequence[tuple[str, int, str]]  # lines of text with size and colour
     images: Sequence[Image.Image | None]
     leaked: Sequence[bool]
+
+
+def write_overview(audit: Audit) -> None:
+    """Write overview.png into the audit's folder."""
+    content = BytesIO()
+    overview(audit).save(content, format="PNG", optimize=True)
+    replace_file(audit.folder / "overview.png", [content.getvalue()])
 
 
 def overview(audit: Audit) -> Image.Image:
@@ -62,7 +71,7 @@ def overview(audit: Audit) -> Image.Image:
 
 def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MOST_VICTIMS))
-    originals = [_opened(audit.original(victim)) for victim in victims]
+    originals = [_opened(images.original(audit, victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
     return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
@@ -83,13 +92,13 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
         label.append(("not attacked yet", NOTE, QUIET))
     return _Row(
         label,
-        [_opened(audit.picture(found[victim])) if victim in found else None for victim in victims],
+        [_opened(images.found(audit, found[victim])) if victim in found else None for victim in victims],
         [victim in found and found[victim].leaked for victim in victims],
     )
 
 
 def _opened(content: bytes | None) -> Image.Image | None:
-    return None if content is None else opened(content)
+    return None if content is None else images.opened(content)
 
 
 def _heading(audit: Audit) -> str:

@@ -12,7 +12,6 @@ from gradveil.audit.schema import DIGEST
 from gradveil.audit.store import BLIND_GUESS
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import Modality
-from gradveil.report import images
 
 UNDEFENDED = "none"
 
@@ -25,7 +24,7 @@ class Audit:
     the specs of the attacks, `attacks` are these as they ran. `expected` are the pairs of defense and attack that were
     to run. `generic` are the defenses for which nobody has written an adaptive attacker; `caveats` are the methods of
     which something must be said, by what that is. `examples` are those behind each victim. `torn` names the files
-    whose last line was cut short.
+    whose last line was cut short; `loaded` holds what else was read, by name.
     """
 
     folder: Path
@@ -45,7 +44,7 @@ class Audit:
     utility: Mapping[str, UtilityRow]
     matches: tuple[MatchRow, ...]
     torn: tuple[str, ...]
-    _pictures: dict[str, bytes | None] = field(default_factory=dict, compare=False, repr=False)
+    loaded: dict[str, bytes | None] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def primary(self) -> Metric:
@@ -84,21 +83,6 @@ class Audit:
         """The attack in words, without parameters where no other attack of the audit shares its name."""
         shared = sum(MethodId(spec).name == attack.name for spec in self.methods) > 1
         return attack.words if shared else MethodId(attack.name, attack.adaptive).words
-
-    def original(self, victim: int) -> bytes | None:
-        """The victim's own picture as a PNG; None if there is none."""
-        digest = next((row.original_digest for row in self.blind if row.victim == victim), None)
-        return None if digest is None else self._picture(f"images/original-v{victim}.png", digest)
-
-    def picture(self, row: ResultRow) -> bytes | None:
-        """What an attack made of a victim, as a PNG; None if there is none."""
-        return None if row.image is None else self._picture(row.image, row.image_digest)
-
-    def _picture(self, name: str, digest: str | None) -> bytes | None:
-        if name not in self._pictures:
-            size = self.modality.rendered_size(self.config["input_shape"], self.examples)
-            self._pictures[name] = images.load(self.folder, name, digest, size)
-        return self._pictures[name]
 
     def missing_attempts(self) -> list[tuple[str, MethodId, int]]:
         """(defense, attack, victim) of every row that was asked for and is not there."""

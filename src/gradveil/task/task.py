@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +75,8 @@ class Task:
         std: Sequence[float] | None = None,
         modality: Modality = IMAGE,
     ) -> None:
+        self._settings: dict[str, Any] = {"loss": loss, "input_shape": input_shape, "classes": classes}
+        self._settings |= {"mean": mean, "std": std, "modality": modality}
         self.modality = modality
         self.input_shape = tuple(
             checks.integer("Task", "every entry of input_shape", size, low=1) for size in input_shape
@@ -170,16 +172,7 @@ class Task:
     @classmethod
     def like(cls, task: "Task", model: nn.Module) -> Self:
         """`with_model` for a kind of task of your own: that of `model`, with everything else as in `task`."""
-        mean, std = (None, None) if task._normalisation is None else (v.flatten().tolist() for v in task._normalisation)
-        return cls(
-            model,
-            task._loss,
-            input_shape=task.input_shape,
-            classes=task.classes,
-            mean=mean,
-            std=std,
-            modality=task.modality,
-        )
+        return cls(model, **task._settings)
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """What the model is fed for these inputs."""
@@ -493,10 +486,11 @@ def _normalisation(
 ) -> tuple[Tensor, Tensor] | None:
     if mean is None and std is None:
         return None
-    channels = input_shape[0] if input_shape else 0
-    if mean is None or std is None or len(mean) != channels or len(std) != channels:
+    entries = input_shape[0] if input_shape else 0
+    if mean is None or std is None or len(mean) != entries or len(std) != entries:
         raise ParameterError(
-            f"Task: mean and std must both have one value per channel ({channels}), got mean={mean}, std={std}"
+            f"Task: mean and std must both have one value for each of the {entries} entries of an input's first axis, "
+            f"got mean={mean}, std={std}"
         )
     if min(std) <= 0:
         raise ParameterError(f"Task: every std must be above 0, got {std}")

@@ -250,7 +250,7 @@ def defense_mod(
             f"defense_mod: {chosen.name} needs the client's data, which a mod never sees. Write in the client's train "
             "function:\n"
             "    gradveil.flower.answer_once(message, context)\n"
-            "    update = defense.share(task, images, labels, memory=gradveil.flower.memory(context))\n"
+            "    update = defense.share(task, inputs, labels, memory=gradveil.flower.memory(context))\n"
             "    return gradveil.flower.reply(message, update, defense)\n"
             'where task = task.with_parameters(message.content["arrays"].to_torch_state_dict())'
         )
