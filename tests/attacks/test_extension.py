@@ -31,7 +31,7 @@ class SignDescent(Optimiser):
 
     step: float
 
-    def minimise(self, objective, start, iterations, project=None, progress=None):
+    def minimise(self, objective, start, *, iterations, project=None, progress=None):
         everyone = torch.arange(len(start))
         best, sizes = start, torch.full((len(start),), self.step, dtype=start.dtype)
         losses, gradients = objective(best, everyone)

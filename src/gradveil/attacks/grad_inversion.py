@@ -116,8 +116,10 @@ class GradInversion(Attack):
             evaluations=self.iterations,
             victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        start = problem.start(self.seeds)
-        solution = Adam(self.lr).minimise(objective, start, self.iterations, modality.project, problem.progress)
+        start, tell = problem.start(self.seeds), problem.progress
+        solution = Adam(self.lr).minimise(
+            objective, start, iterations=self.iterations, project=modality.project, progress=tell
+        )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]

@@ -64,7 +64,7 @@ def match(
                 problem.progress(before + done, total, left + later * left / max(1, iterations - done))
 
         project = None if unpack else problem.modality.project
-        solution = optimiser.minimise(objective, candidates, iterations, project, tell)
+        solution = optimiser.minimise(objective, candidates, iterations=iterations, project=project, progress=tell)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         history = solution.history if history is None else replace(solution.history, start=history.start)
         if solution.interrupted:

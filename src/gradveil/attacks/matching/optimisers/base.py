@@ -13,8 +13,8 @@ from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.matching.objective import Objective
 from gradveil.attacks.problem import Progress
 
-Project = Callable[[Tensor], Tensor] | None
-"""Brings candidates back into the range that inputs have; None: there is none."""
+Limits = Callable[[Tensor], Tensor] | None
+"""Brings candidates back within the limits that inputs have; None: there are none."""
 
 LATE = 0.9
 """The share of the steps after which `LossHistory.late` is taken."""
@@ -62,7 +62,7 @@ class Optimiser(ABC):
 
     @abstractmethod
     def minimise(
-        self, objective: Objective, start: Tensor, iterations: int, project: Project = None, progress: Progress = None
+        self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
         """Look for the minimum.
 
@@ -70,7 +70,7 @@ class Optimiser(ABC):
             objective: losses and gradients of candidates.
             start: first candidates ``[victims, ...]``.
             iterations: number of steps at most.
-            project: brings candidates back into the range that inputs have; None: there is none.
+            project: brings candidates back within the limits that inputs have; None: there are none.
             progress: called after every step.
         """
 
