@@ -83,10 +83,8 @@ def inspect(model: nn.Module) -> list[Finding]:
         >>> [finding.kind for finding in inspect(nn.Sequential(nn.Flatten(), planted))]
         ['parallel-rows']
     """
-    findings: list[Finding] = []
     weighted = [(n, m) for n, m in model.named_modules() if isinstance(m, _Weighted)]
-    findings += _silent_units(weighted)
-    findings += _unheard_units(weighted)
+    findings = [*_silent_units(weighted), *_unheard_units(weighted)]
     convolutions = [place for place, (_, module) in enumerate(weighted) if not isinstance(module, nn.Linear)]
     for place, (name, module) in enumerate(weighted):
         weight = module.weight.detach().float()

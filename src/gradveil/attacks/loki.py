@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem
+from gradveil.attacks.base import ATTACKS
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import Batch
 from gradveil.models.base import image_shape
@@ -20,7 +18,7 @@ SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.enc
 
 @ATTACKS.register("loki")
 @dataclass(frozen=True, repr=False)
-class Loki(Attack):
+class Loki(imprint.ImprintAttack):
     r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
 
     The block in front of the model is that of `robbing-the-fed` behind a convolution that copies the image into the
@@ -69,8 +67,6 @@ class Loki(Attack):
     """
 
     paper = "Zhao et al., IEEE S&P 2024"
-    server = "active"
-    finds_labels = True
 
     clients: int = integer(10, low=1)
     bins: int = integer(512, low=2)
@@ -105,12 +101,7 @@ class Loki(Attack):
         return task.with_parameters({**parameters, select: kernels, marker: markers})
 
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
-        """What each bin of each client holds, ``[victims, clients * bins]``, client after client.
-
-        Args:
-            task: the modified task.
-            targets: the updates, ``[victims, *parameter shape]`` by name.
-        """
+        """What each bin of each client holds, ``[victims, clients * bins]``, client after client."""
         (weight,) = imprint.locate(self.name, targets, ENCODE)
         victims, rows, columns = targets[weight].shape
         values = columns // self.clients - 1
@@ -125,7 +116,3 @@ class Loki(Attack):
             for name in vars(read[0])
         }
         return imprint.Bins(**joined)
-
-    def run(self, problem: Problem) -> Reconstruction:
-        """Read the blocks of all clients; the best bins are the images."""
-        return imprint.recover(self.name, problem, self.read(problem.task, problem.updates))

@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem
+from gradveil.attacks.base import ATTACKS
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import Batch
@@ -21,7 +19,7 @@ ENCODE, ENCODE_BIAS = "imprint.encode.weight", "imprint.encode.bias"
 
 @ATTACKS.register("robbing-the-fed")
 @dataclass(frozen=True, repr=False)
-class RobbingTheFed(Attack):
+class RobbingTheFed(imprint.ImprintAttack):
     r"""Put a linear layer in front of the model that sorts images into bins, and read each bin off its rows.
 
     .. math:: x = \frac{\nabla W_i - \nabla W_{i+1}}{\nabla b_i - \nabla b_{i+1}}
@@ -62,8 +60,6 @@ class RobbingTheFed(Attack):
     """
 
     paper = "Fowl et al., ICLR 2022"
-    server = "active"
-    finds_labels = True
 
     bins: int = integer(128, low=2)
     signal: float = number(100.0, above=0)
@@ -88,17 +84,8 @@ class RobbingTheFed(Attack):
             )
 
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
-        """What each bin holds, ``[victims, bins]``: its image, and whether it is one.
-
-        Args:
-            task: the modified task.
-            targets: the updates, ``[victims, *parameter shape]`` by name.
-        """
+        """The differences of neighbouring rows, all victims at once."""
         weight, bias = imprint.locate(self.name, targets, ENCODE, ENCODE_BIAS)
         victims, rows, values = targets[weight].shape
         shape = (victims, imprint.COPIES, rows // imprint.COPIES)
         return imprint.read(targets[weight].view(*shape, values), targets[bias].view(shape))
-
-    def run(self, problem: Problem) -> Reconstruction:
-        """Read all bins of all victims at once; the best are the images."""
-        return imprint.recover(self.name, problem, self.read(problem.task, problem.updates))

@@ -76,7 +76,7 @@ def _load_named(name: str, size: int | None) -> Dataset:
 
 def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, ...], size: int | None) -> Dataset:
     if arrays.test:
-        splits = [_split(arrays.train, None, size), _split(arrays.test, None, size)]
+        splits = [_split(whole, np.arange(len(whole[1])), size) for whole in (arrays.train, arrays.test)]
     else:
         splits = [_split(arrays.train, chosen, size) for chosen in _hold_out(source, arrays.train[1])]
     return Dataset(
@@ -115,17 +115,15 @@ def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
     return order[~held_out[order]], order[held_out[order]]
 
 
-def _split(labelled: Labelled, chosen: Array | None, size: int | None) -> Split:
-    """The chosen images, or all, channels first, copied a few at a time: whole copies would cost thrice the result."""
+def _split(labelled: Labelled, chosen: Array, size: int | None) -> Split:
+    """The chosen images, channels first, copied a few at a time: whole copies would cost thrice the result."""
     images, labels = labelled
-    count = len(labels) if chosen is None else len(chosen)
     height, width, channels = images.shape[1:]
     resized = size is not None and (height, width) != (size, size)
     sides = (size, size) if size is not None else (height, width)
-    turned = np.empty((count, channels, *sides), np.uint8)
+    turned = np.empty((len(chosen), channels, *sides), np.uint8)
     step = images_at_once(images.shape[1:])
-    for start in range(0, count, step):
-        part = images[start : start + step] if chosen is None else images[chosen[start : start + step]]
+    for start in range(0, len(chosen), step):
+        part = images[chosen[start : start + step]]
         turned[start : start + step] = (resize(part, sides[0]) if resized else part).transpose(0, 3, 1, 2)
-    kept = labels.copy() if chosen is None else labels[chosen]
-    return Split(torch.from_numpy(turned), torch.from_numpy(kept))
+    return Split(torch.from_numpy(turned), torch.from_numpy(labels[chosen]))
