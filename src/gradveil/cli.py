@@ -4,13 +4,13 @@ import dataclasses
 import inspect
 import json
 import math
-import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -164,10 +164,7 @@ def audit(
     if resume and output is not None and (output / CONFIG).exists():
         base = AuditConfig.from_json(read_audit(output))
         if model is None and is_model_file(base.model):
-            raise OutputError(
-                f"audit: {output} was begun with the model {base.model}, a file whose code would run, and --resume "
-                f"runs no code that was not named; if you trust that file: {resume_command(output, base.model)}"
-            )
+            raise _untrusted("audit", output, base.model)
     if budget is not None:
         asked["attacks"] = _with_presets(attack, budget, dataset, model, base)
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -177,11 +174,16 @@ def audit(
         say(NOTHING_TO_RESUME.format(output))
     say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
-        with _progress_bar() as show:
-            run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
+        with _progress_bar(TextColumn("{task.percentage:>3.0f} %")) as bar:
+            line = bar.add_task("starting", total=1.0)
+
+            def show(step: Step) -> None:
+                words = f"{step.what} ({step.done + 1} of {step.total})"
+                bar.update(line, description=words, completed=step.overall)
+
+            run_audit(config, folder, resume=resume, progress=show)
     except KeyboardInterrupt:
-        command = resume_command(folder, config.model if is_model_file(config.model) else None)
-        say(f"stopped; finished rows are kept. Go on with: {command}")
+        say(f"stopped; finished rows are kept. Go on with: {_go_on('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
     finished = report.read(folder)
     page = report.write(finished)
@@ -213,10 +215,6 @@ def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
         return None if text is None else tuple(map(float, text.split(",")))
     except ValueError:
         raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None
-
-
-def _words(step: Step) -> str:
-    return f"{step.what} ({step.done + 1} of {step.total})"
 
 
 # -- train -----------------------------------------------------------------------------------------------------------
@@ -267,12 +265,9 @@ def train(
 ) -> None:
     """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
     options = dict(locals())
-    settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
-    given = {
-        name
-        for name in dataclasses.asdict(settings)
-        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
-    }
+    of_the_command = ("context", "output", "resume", "as_json")
+    settings = _TrainSettings(**{name: value for name, value in options.items() if name not in of_the_command})
+    given = {name for name in vars(settings) if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
     if output is None and resume:
         raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
     if output is not None and resume and not (output / CONFIG).is_file():
@@ -281,15 +276,10 @@ def train(
             f"train: expected a folder that holds a training, got {output}, which "
             f"{'holds none' if output.is_dir() else 'is not there'}; leave --resume out to begin one, or mend --out"
         )
-    with nullcontext() if output is None else _training_folder(output):
+    if output is not None:
+        prepare_folder(output, "train")
+    with nullcontext() if output is None else locked(output, "train", "training"):
         _train(settings, given, output, resume, as_json)
-
-
-@contextmanager
-def _training_folder(folder: Path) -> Iterator[None]:
-    prepare_folder(folder, "train")
-    with locked(folder, "train", "training"):
-        yield
 
 
 def _train(settings: "_TrainSettings", given: set[str], output: Path | None, resume: bool, as_json: bool) -> None:
@@ -300,7 +290,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
     check_settings(task, loaded, defenses, training, settings.execution)
-    began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
+    began_with = {**vars(settings), MODEL_FILE: model_file_digest(settings.model)}
     began_with[CONFIG_DIGEST] = json_digest(began_with)
     engine = ENGINES.create(settings.engine)
     # Without checkpoints, a folder holds a training when there is a result.
@@ -322,7 +312,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
-            say(f"stopped. Go on with: {_resume_training(checkpoints.parent, settings.model)}")
+            say(f"stopped. Go on with: {_go_on('train', checkpoints.parent, settings.model)}")
         else:
             why = "there was no --out" if output is None else f"{engine.words} keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
@@ -355,32 +345,8 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
             out.print(f"differential privacy{whose}: {result.privacy}", markup=False, soft_wrap=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TrainSettings:
-    """All that decides what a training command trains; the names are those of the options."""
-
-    dataset: str
-    model: str
-    defense: str
-    compare: list[str] | None
-    rounds: int
-    clients: int
-    clients_per_round: int | None
-    batch_size: int
-    lr: float
-    momentum: float
-    optimiser: str
-    schedule: str
-    partition: str
-    local_epochs: int | None
-    local_lr: float
-    local_batch: int | None
-    local_momentum: float
-    evaluate_every: int | None
-    execution: str
-    engine: str
-    seed: int
-    device: str
+class _TrainSettings(SimpleNamespace):
+    """All that decides what a training command trains: the options of `train`, by their names."""
 
     @property
     def specs(self) -> list[str]:
@@ -398,21 +364,11 @@ class _TrainSettings:
         local = None
         if self.local_epochs is not None:
             local = LocalSteps(self.local_epochs, self.local_batch, self.local_lr, self.local_momentum)
-        return Training(
-            rounds=self.rounds,
-            clients=self.clients,
-            clients_per_round=self.clients_per_round,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            momentum=self.momentum,
-            optimiser=self.optimiser,
-            schedule=self.schedule,
-            scheme=scheme,
-            local=local,
-            evaluate_every=max(1, self.rounds // 10) if self.evaluate_every is None else self.evaluate_every,
-            seed=self.seed,
-            **shares,
-        )
+        same = {field.name for field in dataclasses.fields(Training)} & vars(self).keys()
+        asked = {name: getattr(self, name) for name in same}
+        if self.evaluate_every is None:
+            asked["evaluate_every"] = max(1, self.rounds // 10)
+        return Training(**asked, scheme=scheme, local=local, **shares)
 
     def load(self) -> tuple[Task, datasets.Dataset]:
         name, parameters = parse_spec(self.dataset)
@@ -429,7 +385,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
         raise OutputError(f"train: {folder} holds checkpoints of a training without its {CONFIG}; choose another --out")
     if not resume:
         return settings
-    saved, asked = read_config(path), dataclasses.asdict(settings)
+    saved, asked = read_config(path), vars(settings)
     unknown = {*asked, MODEL_FILE, CONFIG_DIGEST} ^ saved.keys()
     if unknown:
         raise DataError(
@@ -447,10 +403,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
             change = f"{name} was {saved[name]}, is {asked[name]}"
             raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
     if "model" not in given and is_model_file(saved["model"]):
-        raise OutputError(
-            f"train: {folder} was begun with the model {saved['model']}, a file whose code would run, and --resume "
-            f"runs no code that was not named; if you trust that file: {_resume_training(folder, saved['model'])}"
-        )
+        raise _untrusted("train", folder, saved["model"])
     settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
     if model_file_digest(settings.model) != began_with:
         raise OutputError(
@@ -458,12 +411,6 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
             "choose another --out, or bring the file back"
         )
     return settings
-
-
-def _resume_training(folder: Path, model: str) -> str:
-    """The command that goes on with a training; a model that is a file has to be named again."""
-    named = ["--model", model] if is_model_file(model) else []
-    return shlex.join(["gradveil", "train", "--resume", "--out", str(folder), *named])
 
 
 def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:
@@ -502,37 +449,28 @@ def _finite(figures: Figures) -> Figures:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
-TRAINING_COLUMNS = (
-    "defense",
-    "accuracy",
-    "PMM",
-    "loss",
-    "seconds a round",
-    "defense's share",
-    "bytes up",
-    "bytes down",
-)
-
-
-def _training_rows(results: dict[str, TrainingResult], described: list[Figures]) -> list[list[str]]:
+def _training_rows(results: dict[str, TrainingResult], described: list[Figures]) -> list[dict[str, str]]:
+    """The cells of the table, by heading."""
     return [
-        [
-            spec,
-            f"{result.accuracy:.1%}",
-            "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
-            f"{result.loss:.3f}",
-            f"{result.round_seconds:.3f}",
-            f"{result.defense_seconds / result.round_seconds:.0%}" if result.defense_seconds >= 0 else "-",
-            f"{result.upload_bytes:,.0f}",
-            f"{result.download_bytes:,.0f}",
-        ]
+        {
+            "defense": spec,
+            "accuracy": f"{result.accuracy:.1%}",
+            "PMM": "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
+            "loss": f"{result.loss:.3f}",
+            "seconds a round": f"{result.round_seconds:.3f}",
+            "defense's share": f"{result.defense_seconds / result.round_seconds:.0%}"
+            if result.defense_seconds >= 0
+            else "-",
+            "bytes up": f"{result.upload_bytes:,.0f}",
+            "bytes down": f"{result.download_bytes:,.0f}",
+        }
         for (spec, result), row in zip(results.items(), described, strict=True)
     ]
 
 
-def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> None:
+def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[dict[str, str]]) -> None:
     table = Table(title=title)
-    for heading in TRAINING_COLUMNS:
+    for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "defense" else "right", overflow="fold")
     # A file or another program has no width of its own.
     console = out if out.is_terminal else Console(file=out.file, highlight=False, width=PIPE_WIDTH)
@@ -540,34 +478,27 @@ def _print_training_table(title: str, results: dict[str, TrainingResult], rows: 
     if roomy:
         table.add_column("accuracy by round")
     for row, result in zip(rows, results.values(), strict=True):
-        table.add_row(*row, *([sparkline([accuracy for _, accuracy in result.history])] if roomy else []))
+        table.add_row(*row.values(), *([sparkline([accuracy for _, accuracy in result.history])] if roomy else []))
     console.print(table)
 
 
-def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> Path:
+def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[dict[str, str]]) -> Path:
     accuracy = [Curve(spec, result.history) for spec, result in results.items()]
     loss = [Curve(spec, [(r.round, r.loss) for r in result.rounds]) for spec, result in results.items()]
     charts = [
         lay_out("accuracy on the test examples", accuracy, percent=True),
         lay_out("training loss", loss, percent=False),
     ]
-    return write_curves(folder / "training.html", f"Training {title}", charts, TRAINING_COLUMNS, rows)
+    cells = [list(row.values()) for row in rows]
+    return write_curves(folder / "training.html", f"Training {title}", charts, list(rows[0]), cells)
 
 
 @contextmanager
 def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
     """What a training is doing: a bar on a terminal, else a line now and then."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
     started, first = time.perf_counter(), None
     accuracy = "not evaluated yet"
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
+    with _progress_bar(MofNCompleteColumn(), TextColumn("{task.fields[figures]}")) as bar:
         line = bar.add_task(name, total=rounds, figures="")
 
         def watch(record: RoundRecord) -> None:
@@ -600,15 +531,9 @@ def list_all(
         "defenses": lambda: _methods(DEFENSES),
         "attacks": lambda: _methods(ATTACKS),
         "datasets": lambda: [
-            {"name": s.name, "summary": s.summary, "source": s.licence, "parameters": {}}
-            for s in datasets.status()
-            if s.name in datasets.names()
+            _entry(one.name, one.summary, one.licence, {}) for one in datasets.status() if one.name in datasets.names()
         ],
-        "models": lambda: [
-            {"name": name, "summary": d.summary, "source": d.paper, "parameters": d.parameters}
-            for name in models.names()
-            for d in [models.describe(name)]
-        ],
+        "models": lambda: [_entry(name, *models.describe(name)) for name in models.names()],
     }
     if kind is not None and kind not in listings:
         raise ParameterError(f"list: expected one of {', '.join(listings)}, got {kind!r}")
@@ -626,16 +551,14 @@ def list_all(
 
 
 def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
-    methods = [registry.create(name) for name in registry.names()]
     return [
-        {
-            "name": method.name,
-            "summary": (inspect.getdoc(method) or "").splitlines()[0],
-            "source": method.paper,
-            "parameters": method.parameters,
-        }
-        for method in methods
+        _entry(method.name, (inspect.getdoc(method) or "").splitlines()[0], method.paper, method.parameters)
+        for method in map(registry.create, registry.names())
     ]
+
+
+def _entry(name: str, summary: str, source: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "summary": summary, "source": source, "parameters": parameters}
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -669,16 +592,21 @@ def data_get(name: Annotated[str, typer.Argument(help="Name of a data set, or lp
 # -- shared ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar with the time left; nothing is drawn when stderr is not a terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
+def _go_on(command: str, folder: Path, model: str) -> str:
+    """The command that goes on with what was stopped."""
+    return resume_command(folder, model if is_model_file(model) else None, command)
+
+
+def _untrusted(command: str, folder: Path, model: str) -> OutputError:
+    """Why a folder's model, a file, is not run until somebody names it."""
+    return OutputError(
+        f"{command}: {folder} was begun with the model {model}, a file whose code would run, and --resume runs no code "
+        f"that was not named; if you trust that file: {_go_on(command, folder, model)}"
     )
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
-        line = bar.add_task("starting", total=1.0)
-        yield lambda words, share: bar.update(line, description=words, completed=share)
+
+
+def _progress_bar(*figures: TextColumn | MofNCompleteColumn) -> Progress:
+    """A bar with figures and the time left; nothing is drawn when stderr is not a terminal."""
+    words = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), words, BarColumn(), *figures, TimeRemainingColumn())
+    return Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal)

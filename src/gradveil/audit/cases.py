@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil import checks, metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
+from gradveil.audit.rows import NORMS
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, ParameterError
@@ -35,8 +36,6 @@ from gradveil.update import LocalSteps, Rounds, Update, compute_update
 
 Batch = tuple[Tensor, Tensor]
 Memory = dict[str, Tensor]
-
-NORMS = ("train", "inference")
 
 
 def build_task(
@@ -342,9 +341,8 @@ def _share(
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
     stage, victims = case.stage, case.victims
-    if {name: v.shape for name, v in stage.task.parameters.items()} != {
-        name: v.shape for name, v in stage.sent.parameters.items()
-    }:
+    trained, sent = ({name: v.shape for name, v in one.parameters.items()} for one in (stage.task, stage.sent))
+    if trained != sent:
         return None
     powers = []
     for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):

@@ -1,6 +1,5 @@
 """Everything an audit depends on, so that equal configs give equal rows."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
-from gradveil.audit.cases import NORMS
 from gradveil.audit.match import Price
-from gradveil.audit.rows import SETTINGS
+from gradveil.audit.rows import NORMS, SETTINGS, Settings, with_lists, with_tuples
 from gradveil.audit.store import command_line, read_json
 from gradveil.defenses import create as create_defense
 from gradveil.errors import ParameterError
@@ -18,17 +16,9 @@ from gradveil.federation.digests import json_digest
 from gradveil.registry import format_spec, parse_spec
 from gradveil.update import LocalSteps
 
-DEFENSES = (
-    "none",
-    "gaussian-noise:std=0.3",
-    "dual-pruning:k1=0.05,k2=0.75+error-feedback",
-    "gradient-dropout:keep=0.8,std=0.005",
-)
-ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
-
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(Settings):
     """What is audited. Two equal configs give the same rows, to the bit, on the same machine.
 
     Names are written out in full when the config is made, so that ``std=.1`` and ``std=0.1`` are one defense.
@@ -71,32 +61,6 @@ class AuditConfig:
         (('none', 'gaussian-noise:std=0.1'), ('idlg:iterations=300,restarts=1,mute=none',))
     """
 
-    dataset: str = "mnist"
-    model: str = "lenet:init=uniform"
-    defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ATTACKS
-    victims: int = 8
-    batch_size: int = 1
-    labels: str = "infer"
-    adaptive: bool | None = None
-    aggregated: int = 1
-    match: str | None = None
-    chunk: int = 8
-    rounds: int = 500
-    clients: int = 8
-    client_batch: int = 16
-    lr: float = 0.015
-    seed: int = 0
-    local_epochs: int | None = None
-    local_batch: int | None = None
-    local_lr: float = 0.05
-    observed_rounds: int = 1
-    weights: str | None = None
-    norms: str | None = None
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
-    device: str = "cpu"
-
     def __post_init__(self) -> None:
         counts = ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch")
         for name in (*counts, "observed_rounds"):
@@ -108,13 +72,8 @@ class AuditConfig:
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
-        for name in (
-            "dataset",
-            "model",
-            "labels",
-            "device",
-            *(n for n in ("match", "weights") if getattr(self, n) is not None),
-        ):
+        said = [name for name in ("match", "weights") if getattr(self, name) is not None]
+        for name in ("dataset", "model", "labels", "device", *said):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
             specs = getattr(self, name)
@@ -158,19 +117,14 @@ class AuditConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
-        }
+        return with_lists(vars(self))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
         """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
         kept = {name: value for name, value in fields.items() if name in SETTINGS}
         schema.check("config.json", kept, SETTINGS)
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
-        }
-        return cls(**values)
+        return cls(**with_tuples(kept))
 
 
 def _check_text(name: str, value: object) -> None:

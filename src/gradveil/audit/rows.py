@@ -17,34 +17,68 @@ from gradveil.metrics import Metric
 VERSION = 2
 """Of the files in an audit folder; those of another version are refused."""
 
-SETTINGS: Schema = {
-    "dataset": kinds.text(),
-    "model": kinds.text(),
-    "defenses": kinds.listing(kinds.text(), kinds.MOST_METHODS),
-    "attacks": kinds.listing(kinds.text(), kinds.MOST_METHODS),
-    "victims": kinds.whole(1, kinds.MOST_ITEMS),
-    "batch_size": kinds.whole(1, kinds.MOST_ITEMS),
-    "labels": kinds.choice("infer", "known"),
-    "adaptive": kinds.optional(kinds.FLAG),
-    "aggregated": kinds.whole(1, kinds.MOST_ITEMS),
-    "match": kinds.optional(kinds.text(100)),
-    "chunk": kinds.whole(1, kinds.MOST_ITEMS),
-    "rounds": kinds.whole(1),
-    "clients": kinds.whole(1),
-    "client_batch": kinds.whole(1),
-    "lr": kinds.number(0, 1e6),
-    "seed": kinds.whole(0, 2**63 - 1),
-    "local_epochs": kinds.optional(kinds.whole(1)),
-    "local_batch": kinds.optional(kinds.whole(1)),
-    "local_lr": kinds.number(0, 1e6),
-    "observed_rounds": kinds.whole(1, kinds.MOST_ITEMS),
-    "weights": kinds.optional(kinds.text()),
-    "norms": kinds.optional(kinds.choice("train", "inference")),
-    "mean": kinds.optional(kinds.listing(kinds.ANY_NUMBER, kinds.MOST_ITEMS)),
-    "std": kinds.optional(kinds.listing(kinds.AMOUNT, kinds.MOST_ITEMS)),
-    "device": kinds.text(100),
-}
-"""What `AuditConfig` is made of."""
+DEFENSES = (
+    "none",
+    "gaussian-noise:std=0.3",
+    "dual-pruning:k1=0.05,k2=0.75+error-feedback",
+    "gradient-dropout:keep=0.8,std=0.005",
+)
+ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
+NORMS = ("train", "inference")
+
+
+def _is(kind: Kind | Callable[[Sequence[Metric]], Kind], default: Any = dataclasses.MISSING) -> Any:
+    """A field that holds what `kind` says, which may depend on the metrics of the audit."""
+    return dataclasses.field(default=default, metadata={"kind": kind})
+
+
+def with_lists(values: Mapping[str, Any]) -> Json:
+    """The values of fields as JSON holds them."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+
+
+def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of JSON as fields hold them."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The fields of `AuditConfig`, which says what they mean.
+
+    Example:
+        >>> Settings(victims=4).victims, SETTINGS["victims"].words
+        (4, 'a whole number from 1 to 1,000,000')
+    """
+
+    dataset: str = _is(kinds.text(), "mnist")
+    model: str = _is(kinds.text(), "lenet:init=uniform")
+    defenses: tuple[str, ...] = _is(kinds.listing(kinds.text(), kinds.MOST_METHODS), DEFENSES)
+    attacks: tuple[str, ...] = _is(kinds.listing(kinds.text(), kinds.MOST_METHODS), ATTACKS)
+    victims: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 8)
+    batch_size: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    labels: str = _is(kinds.choice("infer", "known"), "infer")
+    adaptive: bool | None = _is(kinds.optional(kinds.FLAG), None)
+    aggregated: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    match: str | None = _is(kinds.optional(kinds.text(100)), None)
+    chunk: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 8)
+    rounds: int = _is(kinds.whole(1), 500)
+    clients: int = _is(kinds.whole(1), 8)
+    client_batch: int = _is(kinds.whole(1), 16)
+    lr: float = _is(kinds.number(0, 1e6), 0.015)
+    seed: int = _is(kinds.whole(0, 2**63 - 1), 0)
+    local_epochs: int | None = _is(kinds.optional(kinds.whole(1)), None)
+    local_batch: int | None = _is(kinds.optional(kinds.whole(1)), None)
+    local_lr: float = _is(kinds.number(0, 1e6), 0.05)
+    observed_rounds: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    weights: str | None = _is(kinds.optional(kinds.text()), None)
+    norms: str | None = _is(kinds.optional(kinds.choice(*NORMS)), None)
+    mean: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
+    std: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
+    device: str = _is(kinds.text(100), "cpu")
+
+
+SETTINGS: Schema = {one.name: one.metadata["kind"] for one in dataclasses.fields(Settings)}
 
 CONFIG_SCHEMA: Schema = {
     "gradveil": kinds.text(100),
@@ -107,11 +141,6 @@ class MethodId:
         return f"{self.spec} (adaptive)" if self.adaptive else self.spec
 
 
-def _is(kind: Kind | Callable[[Sequence[Metric]], Kind]) -> Any:
-    """A field that holds what `kind` says, which may depend on the metrics of the audit."""
-    return dataclasses.field(metadata={"kind": kind})
-
-
 def _kinds_of(metrics: Sequence[Metric]) -> dict[str, Kind]:
     """For each metric a number in its range."""
     ranges = {metric: kinds.number(metric.low, metric.high) for metric in metrics}
@@ -157,13 +186,12 @@ class Row:
 
     def to_json(self) -> Json:
         """The row as its line holds it, but for the stamps."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return with_lists(vars(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """What `to_json` wrote, after it was checked against the schema; the stamps are left aside."""
-        mine = {one.name: values[one.name] for one in dataclasses.fields(cls)}
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in mine.items()})
+        return cls(**with_tuples({one.name: values[one.name] for one in dataclasses.fields(cls)}))
 
 
 @dataclass(frozen=True, kw_only=True)

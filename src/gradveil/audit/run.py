@@ -16,23 +16,8 @@ import gradveil
 from gradveil import data, metrics
 from gradveil.attacks import Attack
 from gradveil.attacks import create as create_attack
-from gradveil.audit.cases import (
-    NO_LOSSES,
-    Batch,
-    Case,
-    Score,
-    Stage,
-    Victims,
-    attack_on,
-    bound,
-    build_task,
-    choose_victims,
-    finite,
-    fit,
-    observe,
-    prepare,
-    score,
-)
+from gradveil.audit import cases
+from gradveil.audit.cases import Batch, Case, Score, Stage, Victims, finite
 from gradveil.audit.config import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
@@ -48,10 +33,11 @@ from gradveil.federation.job import as_batch, performance_maintenance, split_pub
 from gradveil.federation.local import check_settings
 from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.metrics import METRICS
-from gradveil.registry import parse_spec
+from gradveil.registry import Method, parse_spec
 from gradveil.task import Task
 
 Tell = Callable[..., None]  # (steps done, steps in all)
+Piece = tuple[str, Callable[[Tell], None]]  # of the work, in words and to be done
 
 
 @dataclass(frozen=True)
@@ -119,16 +105,18 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
         check_config(now)  # what is written must be what can be read
         write_json(folder / CONFIG, now)
     else:
-        _refuse_other_circumstances(folder, before, now)
+        # The config may be the same and the rows not: other data or another model of the same name, another version.
+        decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
+        _refuse_changes(folder, before, decisive, _BRING_BACK)
     pieces = list(_Work(subject, _Files(folder, before or now)).pieces())
-    for done, piece in enumerate(pieces):
+    for done, (what, work) in enumerate(pieces):
 
-        def tell(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = piece.what) -> None:
+        def tell(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = what) -> None:
             if progress:
                 progress(Step(what, step / steps, done, len(pieces)))
 
         tell(0, 1)
-        piece.work(tell)
+        work(tell)
 
 
 def choose_threads(parameters: int) -> int:
@@ -153,43 +141,21 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
     _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
     read_rows(folder, described)
     # Before the file is run, which building the model does.
-    _refuse_changes(
-        folder,
-        {_MODEL_FILE: described[_MODEL_FILE]},
-        {_MODEL_FILE: model_file_digest(config.model)},
-        _BRING_BACK,
-    )
+    _refuse_changes(folder, described, {"model_file_digest": model_file_digest(config.model)}, _BRING_BACK)
     return described
 
 
-_MODEL_FILE = "model_file_digest"
 _BRING_BACK = "or bring back what it ran with"
 
 
-def _refuse_other_circumstances(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """The config may be the same and the rows not: other data or another model of the same name, another version."""
-    decisive = now.keys() - {"platform", DIGEST}
-    _refuse_changes(
-        folder,
-        {name: before[name] for name in before if name in decisive},
-        {name: now[name] for name in now if name in decisive},
-        _BRING_BACK,
-    )
-
-
 def _refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], remedy: str) -> None:
+    """Refuse to go on where one of the values of `now` was another one."""
     changed = [f"{name} was {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
     if changed:
         raise OutputError(
             f"audit: {folder} holds another audit ({'; '.join(changed)}), and rows of both would be mixed; "
             f"choose another --out, {remedy}"
         )
-
-
-@dataclass(frozen=True)
-class _Piece:
-    what: str
-    work: Callable[[Tell], None]
 
 
 # -- what is audited -------------------------------------------------------------------------------------------------
@@ -224,7 +190,7 @@ class Subject:
         """Load and build what a config names; what it asks for is checked before anything runs."""
         name, parameters = parse_spec(config.dataset)
         dataset = data.load(name, **parameters)
-        task = build_task(
+        task = cases.build_task(
             dataset,
             config.model,
             seed=config.seed,
@@ -236,7 +202,7 @@ class Subject:
         )
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         torch.set_num_threads(choose_threads(task.size))
-        victims = choose_victims(
+        victims = cases.choose_victims(
             dataset.test, config.victims, config.batch_size, clients=config.aggregated, seed=config.seed
         )
         modality, train_split = task.modality, dataset.train
@@ -368,16 +334,16 @@ class _Work:
         self._fitted: dict[tuple[str, str, bool], Attack] = {}
         self._stages: dict[tuple[str, str | None], tuple[Stage, float | None]] = {}
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[Piece]:
         """All pieces whose rows are not on disk yet, in their order."""
         config, done = self.config, {row.key for row in self.files.results.rows}
         victims = range(config.victims)
         if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
-            yield _Piece("blind guess", partial(self._guess_blindly, done))
+            yield "blind guess", partial(self._guess_blindly, done)
         found = self._matched()
         for spec in config.defenses:
             if spec not in found:
-                yield _Piece(f"matching {create_defense(spec).name}", partial(self._match, spec))
+                yield f"matching {create_defense(spec).name}", partial(self._match, spec)
         # What a match is yet to choose has no rows and all of its work to do.
         defenses = [(spec, found.get(spec, spec)) for spec in config.defenses if found.get(spec, spec) is not None]
         for spec, chosen in defenses:
@@ -389,11 +355,11 @@ class _Work:
                         missing = {v for v in chunk if (chosen, str(attack), adaptive, v) not in done}
                         if missing:
                             what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
-                            yield _Piece(what, partial(self._attack, spec, attack, adaptive, chunk, missing))
+                            yield what, partial(self._attack, spec, attack, adaptive, chunk, missing)
         trained = {row.defense_spec for row in self.files.utility.rows}
         for spec, chosen in defenses:
             if chosen not in trained:
-                yield _Piece(f"training under {create_defense(spec).name}", partial(self._train, spec))
+                yield f"training under {create_defense(spec).name}", partial(self._train, spec)
 
     def _matched(self) -> dict[str, str | None]:
         """The defenses as they are attacked, by how they were asked for; None: left out, at no strength it fits."""
@@ -428,7 +394,7 @@ class _Work:
             inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
             scored = self.scorer.score(inputs, guess, targets, targets, subject.blind_scores[victim])
             original = self.files.save_picture("original", victim, subject.task.modality.render(inputs))[1]
-            score = Score(guess, scored, trained_on=None, loss=None, losses=NO_LOSSES, iterations=0, seconds=0.0)
+            score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
             rows.append(self._row(None, None, False, victim, score, original_digest=original))
         self.files.results.append(rows)
 
@@ -439,11 +405,11 @@ class _Work:
             return  # the match left it out
         stage, bound_mse = prepared
         case = self.subject.case(stage, attack, adaptive, self.subject.victims.part(chunk))
-        seen = observe(self._fitted_case(case, tell))
-        found = attack_on(seen, progress=tell)
+        seen = cases.observe(self._fitted_case(case, tell))
+        found = cases.attack_on(seen, progress=tell)
         if found.interrupted:
             raise KeyboardInterrupt
-        scores = score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
+        scores = cases.score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
         self.files.results.append(
             self._row(
                 stage.defense, attack, adaptive, victim, scores[place], power=seen.power[place], bound_mse=bound_mse
@@ -465,8 +431,10 @@ class _Work:
             # Defenses come one after the other; nobody asks for an earlier one again.
             self._stages = {other: stage for other, stage in self._stages.items() if other[0] == chosen}
             subject = self.subject
-            stage = prepare(subject.task, create_defense(chosen), attack, public=subject.public, seed=self.config.seed)
-            self._stages[key] = stage, bound(subject.case(stage, attack, adaptive=False))
+            stage = cases.prepare(
+                subject.task, create_defense(chosen), attack, public=subject.public, seed=self.config.seed
+            )
+            self._stages[key] = stage, cases.bound(subject.case(stage, attack, adaptive=False))
         return self._stages[key]
 
     def _fitted_case(self, case: Case, tell: Tell) -> Case:
@@ -475,7 +443,7 @@ class _Work:
         if key not in self._fitted:
             # As with stages, nobody asks for those of an earlier defense again.
             self._fitted = {other: attack for other, attack in self._fitted.items() if other[1] == key[1]}
-            self._fitted[key] = fit(case, progress=tell).attack
+            self._fitted[key] = cases.fit(case, progress=tell).attack
         return replace(case, attack=self._fitted[key])
 
     def _row(
@@ -495,12 +463,8 @@ class _Work:
         picture = self.subject.task.modality.render(score.inputs)
         image, image_digest = self.files.save_picture("-".join(methods) if attack else BLIND_GUESS, victim, picture)
         return ResultRow(
-            defense=defense.name if defense else None,
-            defense_params=defense.parameters if defense else {},
-            defense_spec=str(defense) if defense else None,
-            attack=attack.name if attack else BLIND_GUESS,
-            attack_params=attack.parameters if attack else {},
-            attack_spec=str(attack) if attack else BLIND_GUESS,
+            **_named("defense", defense, absent=None),
+            **_named("attack", attack, absent=BLIND_GUESS),
             adaptive=adaptive,
             server=attack.server if attack else "passive",
             dataset=config.dataset,
@@ -534,9 +498,7 @@ class _Work:
         undefended = [row.accuracy for row in self.files.utility.rows if row.defense_spec == "none"]
         baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         row = UtilityRow(
-            defense=defense.name,
-            defense_params=defense.parameters,
-            defense_spec=str(defense),
+            **_named("defense", defense, absent=None),
             accuracy=result.accuracy,
             baseline_accuracy=baseline,
             pmm=performance_maintenance(result.accuracy, baseline, subject.dataset.test),
@@ -550,3 +512,9 @@ class _Work:
             epsilon=None if result.privacy is None else finite(result.privacy.epsilon),
         )
         self.files.utility.append([row])
+
+
+def _named(kind: str, method: Method | None, *, absent: str | None) -> dict[str, Any]:
+    """A method as rows name it."""
+    name, spec = (method.name, str(method)) if method else (absent, absent)
+    return {kind: name, f"{kind}_params": method.parameters if method else {}, f"{kind}_spec": spec}

@@ -43,8 +43,8 @@ def slug(text: str) -> str:
     return f"{safe[: LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
-def resume_command(folder: Path, model: str | None = None) -> str:
-    """The command that goes on with the audit in a folder; a model that is a file has to be named again.
+def resume_command(folder: Path, model: str | None = None, command: str = "audit") -> str:
+    """The command that goes on with the audit, or training, in a folder; a model that is a file has to be named again.
 
     >>> resume_command(Path("my audit"))
     "gradveil audit --resume --out 'my audit'"
@@ -52,7 +52,7 @@ def resume_command(folder: Path, model: str | None = None) -> str:
     'gradveil audit --resume --out mine --model mine.py@build'
     """
     named = [] if model is None else ["--model", model]
-    return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder), *named])
+    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *named])
 
 
 def command_line(settings: Mapping[str, Any]) -> str:

@@ -159,10 +159,10 @@ class Checkpoints:
         fresh, saved = (dict(zip(GROUPS, some, strict=True)) for some in (_groups(state), groups))
         for group in GROUPS[:-1]:  # what the server's side of a defense remembers, only the defense knows
             consistency.check_like(group, fresh[group], saved[group], ordered=group in ("parameters", "buffers"))
-        consistency.check_finite("parameters", fresh["parameters"], saved["parameters"])  # others are never stepped to
+        # Parameters always are: others are never stepped to.
+        for group in ("parameters", "buffers", "first") if finite else ("parameters",):
+            consistency.check_finite(group, fresh[group], saved[group])
         if finite:
-            consistency.check_finite("buffers", fresh["buffers"], saved["buffers"])
-            consistency.check_finite("first", fresh["first"], saved["first"])
             consistency.check_squares("second", saved["second"])
         return groups
 

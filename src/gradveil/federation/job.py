@@ -1,6 +1,5 @@
 """A training that is ready to begin, and what all engines do alike: who draws what, and how it is measured."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,14 +58,12 @@ class Job:
     @classmethod
     def prepare(cls, task: Task, dataset: Dataset, defense: Defense, training: Training) -> "Job":
         """Deal out the data and let the defense look at the public part of it."""
-        if task.classes is None:  # there is no accuracy to measure on the way
-            training = replace(training, evaluate_every=None)
         public, shares = deal(dataset.train, training)
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)
         defense, task = defense.prepare(task, public=known, generator=generator)
-        if task.classes is None:  # there is no accuracy
-            training = dataclasses.replace(training, evaluate_every=None)
+        if task.classes is None:  # there is no accuracy to measure on the way
+            training = replace(training, evaluate_every=None)
         return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
@@ -153,7 +150,7 @@ class Job:
             for client, rounds in rounds_of.items()
         ]
         most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
-        return None if most is None else dataclasses.replace(most, seeded=True)
+        return None if most is None else replace(most, seeded=True)
 
 
 def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:

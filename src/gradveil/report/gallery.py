@@ -34,16 +34,8 @@ class Strip:
     adaptive: bool = False
 
 
-@dataclass(frozen=True)
-class Figure:
-    """What one attack recovers."""
-
-    attack: str
-    strips: Sequence[Strip]
-
-
-def figures(audit: Audit) -> list[Figure]:
-    """One figure per attack: the originals and the blind guess on top, the adaptive attacker below the plain one."""
+def figures(audit: Audit) -> dict[str, list[Strip]]:
+    """By attack: the originals and the blind guess on top, the adaptive attacker below the plain one."""
     originals = [
         _shot(audit, images.original(audit, victim), "", f"original of victim {victim}") for victim in _shown(audit)
     ]
@@ -51,13 +43,10 @@ def figures(audit: Audit) -> list[Figure]:
     if audit.blind:
         note = f"median {audit.primary.words(score(audit, audit.blind).median)}"
         top.append(Strip(BLIND_GUESS, note, _shots(audit, BLIND_GUESS, audit.blind)))
-    return [
-        Figure(
-            audit.short(MethodId(method)),
-            [*top, *(_strip(audit, *pair) for pair in audit.expected if pair[1].spec == method)],
-        )
-        for method in audit.methods
-    ]
+    return {
+        audit.short(method): [*top, *(_strip(audit, *pair) for pair in audit.expected if pair[1].spec == method.spec)]
+        for method in map(MethodId, audit.methods)
+    }
 
 
 def victim_names(audit: Audit) -> list[str]:

@@ -63,7 +63,9 @@ def _load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) ->
     return content
 
 
-def opened(content: bytes) -> Image.Image:
-    """A loaded PNG as pixels."""
+def opened(content: bytes | None) -> Image.Image | None:
+    """A loaded PNG as pixels; None if there is none."""
+    if content is None:
+        return None
     with Image.open(BytesIO(content), formats=["PNG"]) as image:
         return image.convert("RGB")

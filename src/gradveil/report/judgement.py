@@ -149,7 +149,7 @@ def _noun(audit: Audit) -> str:
 def _lead(audit: Audit) -> Sentence:
     if not audit.attempts:
         return Sentence("No attack has finished yet.", Outcome.UNKNOWN)
-    if audit.undefended is None:
+    if UNDEFENDED not in audit.defenses:
         return Sentence(f"Nothing was attacked without a defense (`{UNDEFENDED}`).", Outcome.UNKNOWN)
     results = _results(audit, UNDEFENDED)
     if not results:
@@ -168,9 +168,8 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
     """The defenses by what they do; nothing where no attack works, since then nothing follows."""
     if not _working(audit):
         return
-    groups: dict[Outcome, list[str]] = {kind: [] for kind in Outcome}
-    for defense in audit.real_defenses:
-        groups[outcome(audit, defense)].append(defense)
+    found = {defense: outcome(audit, defense) for defense in audit.real_defenses}
+    groups = {kind: [defense for defense in found if found[defense] is kind] for kind in Outcome}
     texts = {
         Outcome.STOPS: _stopping(audit, groups[Outcome.STOPS]),
         Outcome.NOT_SHOWN: _not_showing(audit, groups[Outcome.NOT_SHOWN]),
@@ -281,11 +280,8 @@ def _cost(audit: Audit, defense: str) -> str:
 
 
 def _caveats(audit: Audit) -> Iterator[str]:
-    yield from _unfinished_caveats(audit)
-    yield from _attack_caveats(audit)
-    yield from _randomness_caveats(audit)
-    yield from _blind_caveats(audit)
-    yield from _metric_caveats(audit)
+    for part in (_unfinished_caveats, _attack_caveats, _randomness_caveats, _blind_caveats, _metric_caveats):
+        yield from part(audit)
 
 
 def _unfinished_caveats(audit: Audit) -> Iterator[str]:
@@ -323,9 +319,7 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             "none was written for this defense, and one that was may recover more."
         )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
-    for defense in stopping:
-        if defense in generic:
-            continue
+    for defense in [defense for defense in stopping if defense not in generic]:
         by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
     for methods, defenses in by_adapted.items():
         if len(methods) < len(_working_methods(audit)):

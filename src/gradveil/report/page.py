@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
@@ -67,36 +68,31 @@ def render(audit: Audit) -> str:
         lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
     chart = partial(layout, points, lines, Scale(10 * primary.noticeable or 0.1, primary.closeness(1)))
     shown = figures(audit)
-    return (
-        environment()
-        .get_template("page.html.j2")
-        .render(
-            audit=audit,
-            verdict=judge(audit),
-            figures=shown,
-            victim_names=victim_names(audit),
-            absent=sum(shot.uri is None for figure in shown for row in figure.strips for shot in row.shots),
-            attacks=attack_table(audit),
-            utility=utility_table(audit),
-            ranking=ranking(audit),
-            matches=match_table(audit),
-            price=_price(audit),
-            flags=flags_for(audit.modality, audit.metrics),
-            axis=axis,
-            charts={"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)}
-            if points
-            else {},
-            not_shown=not_shown,
-            facts=_facts(audit),
-            modality=audit.modality,
-            unit=audit.modality.unit,
-            primary=primary,
-        )
+    return fill_template(
+        "page.html.j2",
+        audit=audit,
+        verdict=judge(audit),
+        figures=shown,
+        victim_names=victim_names(audit),
+        absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
+        attacks=attack_table(audit),
+        utility=utility_table(audit),
+        ranking=ranking(audit),
+        matches=match_table(audit),
+        price=_price(audit),
+        flags=flags_for(audit.modality, audit.metrics),
+        axis=axis,
+        charts={"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)} if points else {},
+        not_shown=not_shown,
+        facts=_facts(audit),
+        modality=audit.modality,
+        unit=audit.modality.unit,
+        primary=primary,
     )
 
 
-def environment() -> Environment:
-    """The templates of this folder."""
+def fill_template(name: str, **values: Any) -> str:
+    """A template of this folder with these values in it."""
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -104,10 +100,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["code"] = _code
-    made.filters["breakable"] = _breakable
-    made.filters["polyline"] = _polyline
-    return made
+    made.filters |= {"code": _code, "breakable": _breakable, "polyline": _polyline}
+    return made.get_template(name).render(values)
 
 
 def _code(sentence: str) -> Markup:

@@ -71,7 +71,7 @@ def overview(audit: Audit) -> Image.Image:
 
 def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MOST_VICTIMS))
-    originals = [_opened(images.original(audit, victim)) for victim in victims]
+    originals = [images.opened(images.original(audit, victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
     return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
@@ -92,13 +92,9 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
         label.append(("not attacked yet", NOTE, QUIET))
     return _Row(
         label,
-        [_opened(images.found(audit, found[victim])) if victim in found else None for victim in victims],
+        [images.opened(images.found(audit, found[victim])) if victim in found else None for victim in victims],
         [victim in found and found[victim].leaked for victim in victims],
     )
-
-
-def _opened(content: bytes | None) -> Image.Image | None:
-    return None if content is None else images.opened(content)
 
 
 def _heading(audit: Audit) -> str:

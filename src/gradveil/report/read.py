@@ -52,11 +52,6 @@ class Audit:
         return METRICS.get(self.modality.primary)
 
     @property
-    def undefended(self) -> str | None:
-        """The label of the undefended run, if the audit has one."""
-        return UNDEFENDED if UNDEFENDED in self.defenses else None
-
-    @property
     def real_defenses(self) -> tuple[str, ...]:
         """Every defense but `none`."""
         return tuple(defense for defense in self.defenses if defense != UNDEFENDED)

@@ -1,6 +1,6 @@
 """Rows of one attack under one defense, in a few numbers."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
@@ -49,11 +49,11 @@ def score(audit: Audit, rows: Sequence[ResultRow]) -> Score:
         victims=len(rows),
         leaked=sum(row.leaked for row in rows),
         values=tuple(primary_of(audit, rows).values()),
-        medians={metric.name: _median(row.scores[metric.name] for row in rows) for metric in audit.metrics},
-        label_correct=_mean(row.label_correct for row in rows),
-        seconds=_median(row.seconds for row in rows),
-        mse=_mean(row.scores.get("mse") for row in rows),
-        bound_mse=_mean(row.bound_mse for row in rows),
+        medians={metric.name: _known(median, (row.scores[metric.name] for row in rows)) for metric in audit.metrics},
+        label_correct=_known(fmean, (row.label_correct for row in rows)),
+        seconds=_known(median, (row.seconds for row in rows)),
+        mse=_known(fmean, (row.scores.get("mse") for row in rows)),
+        bound_mse=_known(fmean, (row.bound_mse for row in rows)),
     )
 
 
@@ -103,11 +103,6 @@ def _difference(audit: Audit, ones: Iterable[ResultRow], others: Iterable[Result
     return paired_difference(primary_of(audit, ones), primary_of(audit, others))
 
 
-def _median(values: Iterable[float | None]) -> float | None:
+def _known(average: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
     present = [value for value in values if value is not None]
-    return median(present) if present else None
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return fmean(present) if present else None
+    return average(present) if present else None

@@ -1,8 +1,9 @@
 """The tables of a report, ready to print, to show and to sort."""
 
 import csv
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import StringIO
 
 from gradveil.audit.rows import MatchRow, MethodId, UtilityRow
@@ -111,12 +112,12 @@ def attack_table(audit: Audit) -> Table:
         yield _primary(primary, result)
         yield _difference(primary, None if undefended else difference_to_undefended(audit, defense or "", attack))
         yield _difference(primary, difference_to_plain(audit, defense or "", attack))
-        yield from (_decimal(result.medians[metric.name], metric.digits) for metric in others)
-        yield _decimal(result.mse if bounded else None, 4)
+        yield from (_cell(result.medians[metric.name], f"{{:.{metric.digits}f}}".format) for metric in others)
+        yield _cell(result.mse if bounded else None, "{:.4f}".format)
         unbounded = "no bound" if defense else MISSING
         yield Cell(unbounded if result.bound_mse is None else f"{result.bound_mse:.2g}", result.bound_mse)
         yield _share(result.label_correct)
-        yield _seconds(result.seconds)
+        yield _cell(result.seconds, seconds)
 
     return _table(columns, (cells(*pair, result) for pair, result in results.items()))
 
@@ -142,10 +143,10 @@ def utility_table(audit: Audit) -> Table:
         yield Cell(row.defense_spec, row.defense_spec)
         yield _share(row.accuracy)
         yield _share(row.pmm)
-        yield Cell("diverged", None) if row.diverged is not None else _decimal(row.loss, 3)
-        yield _seconds(row.round_seconds, base.round_seconds if base else None)
-        yield _size(row.upload_bytes, base.upload_bytes if base else None)
-        yield _size(row.download_bytes, base.download_bytes if base else None)
+        yield Cell("diverged", None) if row.diverged is not None else _cell(row.loss, "{:.3f}".format)
+        yield _cell(row.round_seconds, seconds, base.round_seconds if base else None)
+        yield _cell(row.upload_bytes, size, base.upload_bytes if base else None)
+        yield _cell(row.download_bytes, size, base.download_bytes if base else None)
         if guaranteed:
             yield Cell(row.privacy or "none", row.epsilon)
         drawn = len(row.history) > 1
@@ -175,18 +176,17 @@ def ranking(audit: Audit) -> Table:
         Column("PMM", "Accuracy with the defense divided by accuracy without."),
     )
     order = sorted(found, key=lambda one: (places[one], primary.closeness(found[one][1].median)))
-    rows = [
-        (
-            Cell(defense, defense),
-            Cell(audit.short(found[defense][0]), found[defense][0].words),
-            Cell(str(places[defense]), places[defense].best),
-            _primary(primary, found[defense][1]),
-            _leaked(found[defense][1]),
-            _share(audit.utility[defense].pmm if defense in audit.utility else None),
-        )
-        for defense in order
-    ]
-    return _table(columns, rows)
+
+    def cells(defense: str) -> Iterator[Cell]:
+        attack, result = found[defense]
+        yield Cell(defense, defense)
+        yield Cell(audit.short(attack), attack.words)
+        yield Cell(str(places[defense]), places[defense].best)
+        yield _primary(primary, result)
+        yield _leaked(result)
+        yield _share(audit.utility[defense].pmm if defense in audit.utility else None)
+
+    return _table(columns, map(cells, order))
 
 
 def match_table(audit: Audit) -> Table:
@@ -197,16 +197,14 @@ def match_table(audit: Audit) -> Table:
         Column("Cost", "What it costs at that strength."),
         Column("Tries", "Strengths that were tried."),
     )
-    rows = [
-        (
-            Cell(row.asked, row.asked),
-            Cell(row.found or "left out", row.found),
-            Cell(MISSING if row.cost is None else price(row.kind, row.cost), row.cost),
-            Cell(str(row.tries), row.tries),
-        )
-        for row in audit.matches
-    ]
-    return _table(columns, rows)
+
+    def cells(row: MatchRow) -> Iterator[Cell]:
+        yield Cell(row.asked, row.asked)
+        yield Cell(row.found or "left out", row.found)
+        yield _cell(row.cost, partial(price, row.kind))
+        yield Cell(str(row.tries), row.tries)
+
+    return _table(columns, map(cells, audit.matches))
 
 
 def price(kind: str, value: float) -> str:
@@ -254,21 +252,12 @@ def _leaked(result: Score) -> Cell:
     return Cell(f"{result.leaked} of {result.victims:,}", share, leaked=result.leaked > 0)
 
 
-def _decimal(value: float | None, digits: int) -> Cell:
-    return Cell(MISSING if value is None else f"{value:.{digits}f}", value)
-
-
 def _share(value: float | None) -> Cell:
-    return Cell(MISSING if value is None else f"{100 * value:.1f} %", value)
+    return _cell(value, lambda share: f"{100 * share:.1f} %")
 
 
-def _seconds(value: float | None, base: float | None = None) -> Cell:
-    return Cell(MISSING if value is None else seconds(value), value, _against(value, base))
-
-
-def _size(value: float | None, base: float | None = None) -> Cell:
-    return Cell(MISSING if value is None else size(value), value, _against(value, base))
-
-
-def _against(value: float | None, base: float | None) -> str:
-    return ratio(value / base) if value is not None and base else ""
+def _cell(value: float | None, words: Callable[[float], str], base: float | None = None) -> Cell:
+    """A value in words, and against that of the undefended run."""
+    if value is None:
+        return Cell(MISSING, None)
+    return Cell(words(value), value, ratio(value / base) if base else "")
