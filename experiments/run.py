@@ -16,12 +16,12 @@ than this runner, `gone` which rows are of cases that are no longer in the confi
 
 import argparse
 import json
-import math
 import runpy
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,7 @@ class Experiment:
     def __init__(self, folder: Path, results: Path | None = None, changes: Mapping[str, Any] | None = None) -> None:
         self.folder, self.results = folder, results
         self.config = json.loads((folder / "config.json").read_text())
-        extension = folder / "extension.py"
-        self.extension = runpy.run_path(str(extension), run_name=folder.name) if extension.exists() else {}
+        self.extension = _extension(folder / "extension.py")
         self.cases: dict[str, Row] = {}
         for case in self._expanded():
             if self.cases.setdefault(case["name"], case) != case:
@@ -91,12 +90,15 @@ class Experiment:
             return _name(row["part"], row["case"])
         return self.config["older"].format_map(row)
 
-    @property
+    @cached_property
     def views(self) -> dict[str, View]:
         """What tables show, in the order of the config: the rows, with the settings of their cases in today's words."""
-        found = {name: View.of({**self.rows[name], **case}) for name, case in self.cases.items() if name in self.rows}
-        for view in found.values() if "derive" in self.extension else ():
-            view.update(self.extension["derive"](view))
+        found = {}
+        for name in [name for name in (*self.cases, *self.config.get("gone", [])) if name in self.rows]:
+            view = View.of({**self.rows[name], **self.cases.get(name, {"name": name})})
+            found[name] = View({**view, **self.extension.get("derive", dict)(view)})
+        for other in self.config.get("with", []):
+            found |= Experiment(HERE / other).views
         return found
 
     def listing(self) -> Iterator[str]:
@@ -135,15 +137,15 @@ class Experiment:
         return refused
 
 
-def plain(value: Any) -> Any:
-    """As JSON takes it: six significant digits, no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(one) for one in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+def plain(row: Row) -> Row:
+    """As JSON takes it: six significant digits, null in place of NaN and infinity."""
+    digits = {"parse_float": lambda text: float(f"{float(text):.6g}"), "parse_constant": lambda _: None}
+    return json.loads(json.dumps(row), **digits)
+
+
+@cache
+def _extension(path: Path) -> Mapping[str, Any]:
+    return runpy.run_path(str(path), run_name=path.parent.name) if path.exists() else {}
 
 
 def _name(kind: str, settings: Row) -> str:
@@ -151,13 +153,12 @@ def _name(kind: str, settings: Row) -> str:
 
 
 def _teller(started: float) -> Callable[..., None]:
-    last = started
+    told = [started]
 
     def tell(done: int, steps: int, *_: float) -> None:
-        nonlocal last
         now = time.perf_counter()
-        if done and now - last > PROGRESS_SECONDS:
-            last = now
+        if done and now - told[-1] > PROGRESS_SECONDS:
+            told.append(now)
             print(f"  {done} of {steps}, {(now - started) / done * (steps - done):.0f} s left", file=sys.stderr)
 
     return tell

@@ -8,6 +8,7 @@ both by the name of the case; these words may stand in a table, a line or a colu
     percent_X                                        a hundred times that
     base_X, ratio_X                                  that of the base; the quotient of the two
     gain_X                                           the median of the paired differences with its 95 % interval
+    method, strength                                 the defense's name; its parameters from the first value on
 
 A picture has `panels` with a line for each value of `line`, through points `x`, `y` or through pairs, a field `points`.
 """
@@ -42,6 +43,8 @@ class View(dict[str, Any]):
         return view
 
     def __missing__(self, key: str) -> Any:
+        if key in ("method", "strength"):
+            return self["defense"].partition(":")[0] if key == "method" else self["defense"].partition("=")[2]
         how, _, field = key.partition("_")
         if how in SUMMARIES:
             return SUMMARIES[how](self[field]) if isinstance(self[field], list) else self[field]
@@ -100,21 +103,22 @@ def plot(spec: Mapping[str, Any], rows: Mapping[str, View], root: Path) -> Path:
 
     panels = [{**spec, **panel} for panel in spec["panels"]]
     figure = Figure(figsize=(6 * len(panels), 4.6), layout="constrained")
+    colours, legend = dict(spec.get("colours", {})), {}
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
         lines: dict[str, list[tuple[float, float]]] = {}
-        for row in chosen(panel, rows):
-            view = row.compared(panel, rows)
+        for view in [row.compared(panel, rows) for row in chosen(panel, rows)]:
+            if "base" in panel and view.base is None:
+                continue
             points = view[panel["points"]] if "points" in panel else [(view[panel["x"]], view[panel["y"]])]
             lines.setdefault(panel["line"].format_map(view), []).extend(points)
-            if "note" in panel:
-                axes.annotate(
-                    panel["note"].format_map(view), points[-1], (4, 3), textcoords="offset points", fontsize=7
-                )
+            if note := panel.get("note", "").format_map(view):
+                axes.annotate(note, points[-1], (4, 3), textcoords="offset points", fontsize=7)
         for name, points in lines.items():
-            colour = panel["colours"].get(name, OTHERS) if "colours" in panel else None
-            axes.plot(*zip(*points, strict=True), panel.get("style", "-"), label=name, color=colour)
+            if "colours" not in spec:
+                colours.setdefault(name, f"C{len(colours)}")
+            (drawn,) = axes.plot(*zip(*points, strict=True), panel.get("style", "-"), color=colours.get(name, OTHERS))
+            legend[name if name in colours else "others"] = drawn
         axes.set(**panel["axes"])
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(root / spec["file"], dpi=110)
     return root / spec["file"]

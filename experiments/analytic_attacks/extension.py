@@ -53,15 +53,11 @@ def imprint(case: Row, session: Session) -> Row:
     row = described({**case, "each": True}, seen, found)
     good = torch.tensor(row["psnr"]).view(known.victims.targets.shape) > above
     certain = in_order(known.victims, found.inputs, found.certain)[1]
-    clients = good.double().view(len(good) * known.victims.clients, -1)
-    row |= {
-        f"above_{above}_db": good.sum(1).tolist(),
-        f"share_above_{above}_db": clients.mean(1).tolist(),
-        "mean_share": float(clients.mean()),
-        "expected_share": (1 - 1 / known.attack.bins) ** (known.victims.batch_size - 1),
-        "declared_single": int(certain.sum()),
-        f"of_these_above_{above}_db": int((certain & good).sum()),
-    }
+    shares = good.double().view(len(good) * known.victims.clients, -1).mean(1)
+    row |= {f"above_{above}_db": good.sum(1).tolist(), f"share_above_{above}_db": shares.tolist()}
+    expected = (1 - 1 / known.attack.bins) ** (known.victims.batch_size - 1)
+    row |= {"mean_share": float(shares.mean()), "expected_share": expected, "declared_single": int(certain.sum())}
+    row[f"of_these_above_{above}_db"] = int((certain & good).sum())
     return row | ({"findings": findings(known.stage.sent)} if case.get("inspect") else {})
 
 

@@ -65,13 +65,10 @@ def attack(update: Values, zeros: Values, source: Any, truth: Values, image: Any
     bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, given.get("errors"))[0]
     found = recovery.recover(update, zeros, source, generator=derived_generator(0, "attack"), **given)
     names = ("verified", "reason", "equations", "rank", "wrong_zeros")
-    row: Row = {name: getattr(found, name) for name in names} | {
-        "zeros": sum(int((groups >= 0).sum()) for groups in zeros.values()),
-        "sure_bits": len(bits.values),
-        "attack_seconds": found.seconds,
-        "largest_noise": furthest(update, truth),
-        "largest_rest": None if found.update is None else furthest(found.update, truth),
-    }
+    row = {name: getattr(found, name) for name in names} | {"attack_seconds": found.seconds}
+    row |= {"zeros": sum(int((groups >= 0).sum()) for groups in zeros.values()), "sure_bits": len(bits.values)}
+    row["largest_noise"] = furthest(update, truth)
+    row["largest_rest"] = None if found.update is None else furthest(found.update, truth)
     if image is not None:
         row["psnr_before"] = decibels(update, image)
         row["psnr_after"] = None if found.update is None else decibels(found.update, image)

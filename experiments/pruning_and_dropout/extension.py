@@ -66,12 +66,12 @@ def starvation(case: Row, _session: Session) -> Row:
         starving.append((round_, 100 * float((round_ - last_sent > case["patience"]).double().mean())))
         held = memory.get("residual/w", torch.zeros(1))
         energy.append((round_, float(held.square().sum() / base.square().sum()) or None))
-    return {"starving": starving, "energy": energy, "cosine": float(torch.cosine_similarity(sent, wanted, 0))}
+    return {"starving": starving[::4], "energy": energy[::4], "cosine": float(torch.cosine_similarity(sent, wanted, 0))}
 
 
 def derive(row: Mapping[str, Any]) -> Row:
     """How a training ended."""
-    if row["kind"] != "training":
+    if row.get("kind") != "training":
         return {}
     return {"ended": f"diverged in round {row['diverged']}" if row["diverged"] else f"{row['percent_accuracy']:.1f} %"}
 

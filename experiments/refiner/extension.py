@@ -57,7 +57,7 @@ def blended_start(case: Row, session: Session) -> Row:
 
 def derive(row: Mapping[str, Any]) -> Row:
     """Whether the paper would call it private."""
-    if row["kind"] != "attack":
+    if row.get("kind") != "attack":
         return {}
     private = row["median_psnr"] < 15 and row["median_ssim"] < 0.5 and row["median_noise_ratio"] > 0.4
     return {"private": "yes" if private else "no"}

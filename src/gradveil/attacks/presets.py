@@ -1,7 +1,7 @@
 """Hyper-parameters that work, by data set, model and budget, so that nobody has to guess them.
 
 The figures behind them are in experiments/attack_strength/presets.jsonl, made by
-``python experiments/attack_strength/run.py --presets``.
+``python experiments/run.py attack_strength``.
 """
 
 from typing import Any
