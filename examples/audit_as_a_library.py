@@ -1,6 +1,6 @@
 """Audit two defenses by hand: the same way that `gradveil audit` goes, with every step in view.
 
-    python examples/audit_as_a_library.py
+python examples/audit_as_a_library.py
 """
 
 import statistics
