@@ -31,6 +31,7 @@ from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, resume_command, slug
+from gradveil.core.parameters import meanings
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -553,6 +554,7 @@ def list_all(
 def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
     return [
         _entry(method.name, (inspect.getdoc(method) or "").splitlines()[0], method.paper, method.parameters)
+        | {"meanings": meanings(type(method))}
         for method in map(registry.create, registry.names())
     ]
 
@@ -582,7 +584,7 @@ def data_list(as_json: Json = False) -> None:
 
 
 @data_app.command("get")
-def data_get(name: Annotated[str, typer.Argument(help="Name of a data set, or lpips-alex.")]) -> None:
+def data_get(name: Annotated[str, typer.Argument(help="Name of a data set or of weights.")]) -> None:
     """Fetch, check, convert and cache a data set or metric weights."""
     with talk.status(f"fetching {name}") as status:
         path = datasets.fetch(name, progress=lambda words: status.update(f"{name}: {words}"))
