@@ -260,10 +260,10 @@ def test_list_has_a_line_for_everything(gradveil_command):
     assert names["models"] == models.names()
     assert set(data.names()) <= set(names["datasets"])
     assert all(row["summary"] and row["source"] for rows in listed.values() for row in rows)
+    noise = next(row for row in listed["defenses"] if row["name"] == "gaussian-noise")
+    assert noise["meanings"] == {"std": "standard deviation of the noise; 0 is the identity."}
     code, out, _ = gradveil_command("list", "defenses")
     assert "k1=0.05, k2=0.75" in out
-    noise = next(one for one in json.loads(out)["defenses"] if one["name"] == "gaussian-noise")
-    assert noise["meanings"] == {"std": "standard deviation of the noise; 0 is the identity."}
 
 
 def test_data_list_says_what_is_here(gradveil_command):
