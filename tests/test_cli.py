@@ -173,7 +173,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--model", "vgg11", "--dataset", "OUT/small.npz", "--out", "OUT"], "images must be at least"),
         (["audit", "--out", "OUT/broken.npz/inside"], "audit: expected a folder that can be written to"),
         (["train", "--out", "OUT/broken.npz/inside"], "train: expected a folder that can be written to"),
-        (["train", "--resume", "--out", "OUT/damaged"], "expected JSON, got something else"),
+        (["train", "--resume", "--out", "OUT/damaged"], "config.json: expected JSON, got b'{'"),
         (["train", "--defense", "nothing"], "unknown defense 'nothing'"),
         (["train", "--rounds", "0"], "train: rounds must be a whole number of at least 1, got 0"),
         (["train", "--partition", "dirichlet:beta=1"], "takes alpha, got dirichlet:beta=1"),
@@ -260,6 +260,8 @@ def test_list_has_a_line_for_everything(gradveil_command):
     assert names["models"] == models.names()
     assert set(data.names()) <= set(names["datasets"])
     assert all(row["summary"] and row["source"] for rows in listed.values() for row in rows)
+    noise = next(row for row in listed["defenses"] if row["name"] == "gaussian-noise")
+    assert noise["meanings"] == {"std": "standard deviation of the noise; 0 is the identity."}
     code, out, _ = gradveil_command("list", "defenses")
     assert "k1=0.05, k2=0.75" in out
 
@@ -394,7 +396,7 @@ def test_what_cannot_be_done_as_asked_is_noted(gradveil_command, tmp_path):
     code, _, err = gradveil_command(*words, "--out", tmp_path / "out")
     assert code == 0
     most = math.ceil((len(data.load("mnist").train) - PUBLIC_SAMPLES) / 3)  # mnist may be whole or the embedded digits
-    assert f"batches of 99999 images were asked for, but no client holds more than {most}" in err
+    assert f"batches of 99999 examples were asked for, but no client holds more than {most}" in err
     assert re.search(r"round 2 of 2, loss [\d.]+, [\d.]+ rounds/s", err)  # no accuracy: it would be the one before
 
 
@@ -449,7 +451,7 @@ def test_a_training_stopped_before_its_first_checkpoint_goes_on_as_it_was_asked(
     assert "holds another training: seed was 7, is 8" in err
     code, out, err = gradveil_command("train", "--resume", "--out", folder, "--json")
     assert code == 0
-    assert "note: there is no checkpoint of the training under none; it begins with its first round" in err
+    assert "note: there is no checkpoint of the training under none; it begins with round 1" in err
     _, expected, _ = gradveil_command(*SHORT, "--seed", 7, "--json")
     assert json.loads(out)["loss"] == json.loads(expected)["loss"]
 

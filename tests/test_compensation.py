@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 import gradveil
 from gradveil import data, models
 from gradveil.compensation import noise_band
+from gradveil.core.tensors import Tensors
 from gradveil.defenses.risk_slicing import RiskSlicing, cut_slices
 from gradveil.errors import InputError, ParameterError
 from gradveil.randomness import derived_generator
@@ -50,8 +51,8 @@ def test_the_eigenvalues_of_noise_lie_in_the_band(generator):
 def test_the_noise_of_slices_is_removed(model, clients):
     """Slice noise is not independent over the coordinates, so some of it stays; weights are unequal."""
     layers = dict(models.create(model, input_shape=(1, 28, 28), classes=10).named_parameters())
-    defense = RiskSlicing(std=0.1, ratio=0.2)
-    defense.slice_of = cut_slices(layers, {name: float(value.numel()) ** 0.5 for name, value in layers.items()}, 10)
+    slices = cut_slices(layers, {name: float(value.numel()) ** 0.5 for name, value in layers.items()}, 10)
+    defense = RiskSlicing(std=0.1, ratio=0.2, slice_of=Tensors(slices))
     nothing = {name: torch.zeros(value.shape) for name, value in layers.items()}
     updates = [defense.perturb(nothing, generator=derived_generator(3, client)) for client in range(clients)]
     weights = [1.0 + client / clients for client in range(clients)]

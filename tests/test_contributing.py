@@ -1,22 +1,43 @@
-"""The example in CONTRIBUTING.md is a working defense."""
+"""The examples in CONTRIBUTING.md are a working defense and a working metric."""
 
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import gradveil
 from gradveil.defenses import DEFENSES
+from gradveil.metrics import METRICS
+
+PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+DEFENSE, ROW, METRIC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_example_defense_works_as_printed(monkeypatch):
-    # Without the name, for whoever tries the page out has the file in place.
+@pytest.fixture(autouse=True)
+def without_the_examples(monkeypatch):
+    """Whoever tries the page out has the files in place; and nothing stays behind."""
     monkeypatch.setattr(DEFENSES, "_factories", {n: f for n, f in DEFENSES._factories.items() if n != "sign-flip"})
-    page = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-    module, row = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
-    exec(compile(module, "CONTRIBUTING.md", "exec"), {"__name__": "example"})
+    monkeypatch.setattr(METRICS, "_metrics", {n: m for n, m in METRICS._metrics.items() if n != "largest_error"})
+
+
+def run(code):
+    names = {"__name__": "example"}
+    exec(compile(code, "CONTRIBUTING.md", "exec"), names)
+    return names
+
+
+def test_the_example_defense_works_as_printed():
+    run(DEFENSE)
     assert "sign-flip" in gradveil.list_defenses()
     flipped = gradveil.defense("sign-flip", rate=1.0).perturb({"w": torch.tensor([1.0, -2.0])})["w"]
     assert flipped.tolist() == [-1.0, 2.0]
-    cases = eval(f"[{row}]", {"Case": lambda *arguments, **keywords: (arguments, keywords)})
+    cases = eval(f"[{ROW}]", {"Case": lambda *arguments, **keywords: (arguments, keywords)})
     assert cases[0][0][0] == "sign-flip"
+
+
+def test_the_example_metric_works_as_printed():
+    made = run(METRIC)["largest_error"]
+    assert "largest_error" in METRICS._metrics
+    found = made(torch.zeros(2, 1, 4, 4), torch.full((2, 1, 4, 4), 0.5))
+    assert found.tolist() == [0.5, 0.5]

@@ -28,5 +28,17 @@ def test_ones_own_model_leaks_without_a_defense(capsys):
     assert psnr["dual-pruning", "adaptive"] > 25  # what it keeps is enough for who knows what it keeps
 
 
+def test_an_audit_by_hand_goes_the_way_of_the_command(capsys):
+    threads = torch.get_num_threads()
+    runpy.run_path(str(EXAMPLES / "audit_as_a_library.py"))
+    torch.set_num_threads(threads)
+    lines = capsys.readouterr().out.splitlines()
+    psnr = {tuple(line.split()[:2]): float(line.split("PSNR")[1].split("dB")[0]) for line in lines}
+    assert psnr["none", "plain"] > 20 > psnr["dual-pruning", "plain"]
+    assert psnr["dual-pruning", "adaptive"] > 20
+    assert max(value for (spec, _), value in psnr.items() if spec.startswith("gaussian")) < 15
+
+
 def test_every_example_is_tested_here():
-    assert {path.name for path in EXAMPLES.glob("*.py")} == {"own_training_loop.py", "attack_your_own_model.py"}
+    known = {"own_training_loop.py", "attack_your_own_model.py", "audit_as_a_library.py"}
+    assert {path.name for path in EXAMPLES.glob("*.py")} == known

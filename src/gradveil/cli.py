@@ -4,13 +4,13 @@ import dataclasses
 import inspect
 import json
 import math
-import shlex
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -26,9 +26,12 @@ from gradveil.attacks import ATTACKS
 from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
 from gradveil.audit import run as run_audit
+from gradveil.audit.cases import build_task
 from gradveil.audit.folder import is_model_file, read_audit
+from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
-from gradveil.audit.store import CONFIG, Row, resume_command, slug
+from gradveil.audit.store import CONFIG, resume_command, slug
+from gradveil.core.parameters import meanings
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
 from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
@@ -62,6 +65,7 @@ MODEL_FILE = "model_file_digest"
 CONFIG_DIGEST = "digest"
 NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
 
+Figures = dict[str, Any]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
 
 
@@ -104,7 +108,7 @@ def audit(
         str | None, typer.Option(help="quick, standard or thorough: presets for attacks named without parameters.")
     ] = None,
     victims: Annotated[int | None, typer.Option(help="Updates attacked under each defense.")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Images behind each update.")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Examples behind each update.")] = None,
     labels: Annotated[str | None, typer.Option(help="infer: the attacker finds them; known: it is given them.")] = None,
     adaptive: Annotated[
         bool | None,
@@ -123,9 +127,28 @@ def audit(
     chunk: Annotated[int | None, typer.Option(help="Victims attacked together.")] = None,
     rounds: Annotated[int | None, typer.Option(help="Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, typer.Option(help="Clients in that training.")] = None,
-    client_batch: Annotated[int | None, typer.Option(help="Images a client trains on in a round.")] = None,
+    client_batch: Annotated[int | None, typer.Option(help="Examples a client trains on in a round.")] = None,
     lr: Annotated[float | None, typer.Option(help="Learning rate of that training.")] = None,
     seed: Annotated[int | None, typer.Option(help="Everything random derives from it.")] = None,
+    local_epochs: Annotated[
+        int | None, typer.Option(help="FedAvg: clients' local passes over their examples; default: one gradient.")
+    ] = None,
+    local_batch: Annotated[int | None, typer.Option(help="FedAvg: examples per local step; default: all.")] = None,
+    local_lr: Annotated[float | None, typer.Option(help="FedAvg: learning rate of the local steps.")] = None,
+    observed_rounds: Annotated[
+        int | None, typer.Option(help="Rounds of each victim, on the same data, that the attacker sees.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="Your own weights, a .safetensors file; default: initial ones.")
+    ] = None,
+    norms: Annotated[
+        str | None, typer.Option(help="Batch norm in train or inference mode; default: as the model comes.")
+    ] = None,
+    mean: Annotated[
+        str | None, typer.Option(help="The model's normalisation, one number for each: 0.49,0.48,0.45.")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="The model's normalisation, with --mean.")] = None,
+    device: Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = None,
     output: Annotated[Path | None, typer.Option("--out", help="Folder for the results.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.")
@@ -133,33 +156,16 @@ def audit(
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""
-    asked = {
-        "dataset": dataset,
-        "model": model,
-        "defenses": tuple(defense) if defense else None,
-        "attacks": tuple(attack) if attack else None,
-        "victims": victims,
-        "batch_size": batch_size,
-        "labels": labels,
-        "adaptive": adaptive,
-        "aggregated": aggregated,
-        "match": match,
-        "chunk": chunk,
-        "rounds": rounds,
-        "clients": clients,
-        "client_batch": client_batch,
-        "lr": lr,
-        "seed": seed,
-    }
+    options = dict(locals())  # each but those of the command itself has the name of a setting
+    asked = {name: options[name] for name in SETTINGS if name in options}
+    asked |= {"defenses": tuple(defense) if defense else None, "attacks": tuple(attack) if attack else None}
+    asked |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
     if resume and output is not None and (output / CONFIG).exists():
         base = AuditConfig.from_json(read_audit(output))
         if model is None and is_model_file(base.model):
-            raise OutputError(
-                f"audit: {output} was begun with the model {base.model}, a file whose code would run, and --resume "
-                f"runs no code that was not named; if you trust that file: {resume_command(output, base.model)}"
-            )
+            raise _untrusted("audit", output, base.model)
     if budget is not None:
         asked["attacks"] = _with_presets(attack, budget, dataset, model, base)
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
@@ -169,18 +175,24 @@ def audit(
         say(NOTHING_TO_RESUME.format(output))
     say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
-        with _progress_bar() as show:
-            run_audit(config, folder, resume=resume, progress=lambda step: show(_words(step), step.overall))
+        with _progress_bar(TextColumn("{task.percentage:>3.0f} %")) as bar:
+            line = bar.add_task("starting", total=1.0)
+
+            def show(step: Step) -> None:
+                words = f"{step.what} ({step.done + 1} of {step.total})"
+                bar.update(line, description=words, completed=step.overall)
+
+            run_audit(config, folder, resume=resume, progress=show)
     except KeyboardInterrupt:
-        command = resume_command(folder, config.model if is_model_file(config.model) else None)
-        say(f"stopped; finished rows are kept. Go on with: {command}")
+        say(f"stopped; finished rows are kept. Go on with: {_go_on('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
-    page = report.write(folder)
-    verdict = report.verdict(folder)
+    finished = report.read(folder)
+    page = report.write(finished)
+    verdict = report.verdict(finished)
     for sentence in verdict:
         say(sentence)
     if as_json:
-        flags = [found.flag.name for found in report.raised_flags(folder)]
+        flags = [found.flag.name for found in report.raised_flags(finished)]
         out.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         out.print(f"report: {page}", markup=False, soft_wrap=True)
@@ -198,8 +210,12 @@ def _with_presets(
     )
 
 
-def _words(step: Step) -> str:
-    return f"{step.what} ({step.done + 1} of {step.total})"
+def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them."""
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None
 
 
 # -- train -----------------------------------------------------------------------------------------------------------
@@ -217,19 +233,21 @@ def train(
         list[str] | None, typer.Option(help="Train under this defense too, with the same seeds; repeatable.")
     ] = None,
     rounds: Annotated[int, typer.Option(help="Rounds.")] = 100,
-    clients: Annotated[int, typer.Option(help="Clients that share the training images.")] = 10,
+    clients: Annotated[int, typer.Option(help="Clients that share the training examples.")] = 10,
     clients_per_round: Annotated[int | None, typer.Option(help="Clients drawn each round; default: all.")] = None,
-    batch_size: Annotated[int, typer.Option(help="Images a client draws each round.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Examples a client draws each round.")] = 32,
     lr: Annotated[float, typer.Option(help="The server's learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="The server's momentum.")] = 0.9,
     optimiser: Annotated[str, typer.Option(help="The server's: sgd or adam.")] = "sgd",
     schedule: Annotated[str, typer.Option(help="Of the learning rate: constant, step or cosine.")] = "constant",
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:classes_per_client=2.")] = "iid",
     local_epochs: Annotated[
-        int | None, typer.Option(help="FedAvg: local passes over the drawn images; default: FedSGD.")
+        int | None, typer.Option(help="FedAvg: local passes over the drawn examples; default: FedSGD.")
     ] = None,
     local_lr: Annotated[float, typer.Option(help="FedAvg: learning rate of the local steps.")] = 0.05,
-    local_batch: Annotated[int | None, typer.Option(help="FedAvg: images a local step; default: all drawn.")] = None,
+    local_batch: Annotated[
+        int | None, typer.Option(help="FedAvg: examples per local step; default: all drawn.")
+    ] = None,
     local_momentum: Annotated[float, typer.Option(help="FedAvg: momentum of the local steps.")] = 0.0,
     evaluate_every: Annotated[
         int | None, typer.Option(help="Rounds between evaluations; default: a tenth of all.")
@@ -239,6 +257,7 @@ def train(
         str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil\\[flower]).")
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
     output: Annotated[
         Path | None, typer.Option("--out", help="Folder for checkpoints, training.json and the plot, training.html.")
     ] = None,
@@ -246,34 +265,10 @@ def train(
     as_json: Json = False,
 ) -> None:
     """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
-    settings = _TrainSettings(
-        dataset=dataset,
-        model=model,
-        defense=defense,
-        compare=compare,
-        rounds=rounds,
-        clients=clients,
-        clients_per_round=clients_per_round,
-        batch_size=batch_size,
-        lr=lr,
-        momentum=momentum,
-        optimiser=optimiser,
-        schedule=schedule,
-        partition=partition,
-        local_epochs=local_epochs,
-        local_lr=local_lr,
-        local_batch=local_batch,
-        local_momentum=local_momentum,
-        evaluate_every=evaluate_every,
-        execution=execution,
-        engine=engine,
-        seed=seed,
-    )
-    given = {
-        name
-        for name in dataclasses.asdict(settings)
-        if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"
-    }
+    options = dict(locals())
+    of_the_command = ("context", "output", "resume", "as_json")
+    settings = _TrainSettings(**{name: value for name, value in options.items() if name not in of_the_command})
+    given = {name for name in vars(settings) if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
     if output is None and resume:
         raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
     if output is not None and resume and not (output / CONFIG).is_file():
@@ -282,15 +277,10 @@ def train(
             f"train: expected a folder that holds a training, got {output}, which "
             f"{'holds none' if output.is_dir() else 'is not there'}; leave --resume out to begin one, or mend --out"
         )
-    with nullcontext() if output is None else _training_folder(output):
+    if output is not None:
+        prepare_folder(output, "train")
+    with nullcontext() if output is None else locked(output, "train", "training"):
         _train(settings, given, output, resume, as_json)
-
-
-@contextmanager
-def _training_folder(folder: Path) -> Iterator[None]:
-    prepare_folder(folder, "train")
-    with locked(folder, "train", "training"):
-        yield
 
 
 def _train(settings: "_TrainSettings", given: set[str], output: Path | None, resume: bool, as_json: bool) -> None:
@@ -301,7 +291,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     defenses = [create_defense(spec) for spec in settings.specs]
     training, task, loaded = settings.training(), *settings.load()
     check_settings(task, loaded, defenses, training, settings.execution)
-    began_with = {**dataclasses.asdict(settings), MODEL_FILE: model_file_digest(settings.model)}
+    began_with = {**vars(settings), MODEL_FILE: model_file_digest(settings.model)}
     began_with[CONFIG_DIGEST] = json_digest(began_with)
     engine = ENGINES.create(settings.engine)
     # Without checkpoints, a folder holds a training when there is a result.
@@ -323,7 +313,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
-            say(f"stopped. Go on with: {_resume_training(checkpoints.parent, settings.model)}")
+            say(f"stopped. Go on with: {_go_on('train', checkpoints.parent, settings.model)}")
         else:
             why = "there was no --out" if output is None else f"{engine.words} keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
@@ -356,31 +346,8 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
             out.print(f"differential privacy{whose}: {result.privacy}", markup=False, soft_wrap=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TrainSettings:
-    """All that decides what a training command trains; the names are those of the options."""
-
-    dataset: str
-    model: str
-    defense: str
-    compare: list[str] | None
-    rounds: int
-    clients: int
-    clients_per_round: int | None
-    batch_size: int
-    lr: float
-    momentum: float
-    optimiser: str
-    schedule: str
-    partition: str
-    local_epochs: int | None
-    local_lr: float
-    local_batch: int | None
-    local_momentum: float
-    evaluate_every: int | None
-    execution: str
-    engine: str
-    seed: int
+class _TrainSettings(SimpleNamespace):
+    """All that decides what a training command trains: the options of `train`, by their names."""
 
     @property
     def specs(self) -> list[str]:
@@ -398,29 +365,16 @@ class _TrainSettings:
         local = None
         if self.local_epochs is not None:
             local = LocalSteps(self.local_epochs, self.local_batch, self.local_lr, self.local_momentum)
-        return Training(
-            rounds=self.rounds,
-            clients=self.clients,
-            clients_per_round=self.clients_per_round,
-            batch_size=self.batch_size,
-            lr=self.lr,
-            momentum=self.momentum,
-            optimiser=self.optimiser,
-            schedule=self.schedule,
-            scheme=scheme,
-            local=local,
-            evaluate_every=max(1, self.rounds // 10) if self.evaluate_every is None else self.evaluate_every,
-            seed=self.seed,
-            **shares,
-        )
+        same = {field.name for field in dataclasses.fields(Training)} & vars(self).keys()
+        asked = {name: getattr(self, name) for name in same}
+        if self.evaluate_every is None:
+            asked["evaluate_every"] = max(1, self.rounds // 10)
+        return Training(**asked, scheme=scheme, local=local, **shares)
 
     def load(self) -> tuple[Task, datasets.Dataset]:
         name, parameters = parse_spec(self.dataset)
         loaded = datasets.load(name, **parameters)
-        shape, classes = loaded.train.input_shape, len(loaded.classes)
-        model_name, model_parameters = parse_spec(self.model)
-        net = models.create(model_name, input_shape=shape, classes=classes, seed=self.seed, **model_parameters)
-        return Task(net, input_shape=shape, classes=classes), loaded
+        return build_task(loaded, self.model, seed=self.seed, device=self.device), loaded
 
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:
@@ -432,7 +386,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
         raise OutputError(f"train: {folder} holds checkpoints of a training without its {CONFIG}; choose another --out")
     if not resume:
         return settings
-    saved, asked = read_config(path), dataclasses.asdict(settings)
+    saved, asked = read_config(path), vars(settings)
     unknown = {*asked, MODEL_FILE, CONFIG_DIGEST} ^ saved.keys()
     if unknown:
         raise DataError(
@@ -450,10 +404,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
             change = f"{name} was {saved[name]}, is {asked[name]}"
             raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
     if "model" not in given and is_model_file(saved["model"]):
-        raise OutputError(
-            f"train: {folder} was begun with the model {saved['model']}, a file whose code would run, and --resume "
-            f"runs no code that was not named; if you trust that file: {_resume_training(folder, saved['model'])}"
-        )
+        raise _untrusted("train", folder, saved["model"])
     settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
     if model_file_digest(settings.model) != began_with:
         raise OutputError(
@@ -461,12 +412,6 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
             "choose another --out, or bring the file back"
         )
     return settings
-
-
-def _resume_training(folder: Path, model: str) -> str:
-    """The command that goes on with a training; a model that is a file has to be named again."""
-    named = ["--model", model] if is_model_file(model) else []
-    return shlex.join(["gradveil", "train", "--resume", "--out", str(folder), *named])
 
 
 def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> None:
@@ -486,9 +431,9 @@ def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> 
         )
 
 
-def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Row:
+def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Figures:
     """A training as JSON."""
-    figures: Row = {
+    figures: Figures = {
         field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "task"
     }
     figures["privacy"] = result.privacy and str(result.privacy)
@@ -500,42 +445,33 @@ def _described(spec: str, result: TrainingResult, results: dict[str, TrainingRes
     return {"defense": spec, **_finite(figures)}
 
 
-def _finite(figures: Row) -> Row:
+def _finite(figures: Figures) -> Figures:
     """JSON has no word for NaN and infinity."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
-TRAINING_COLUMNS = (
-    "defense",
-    "accuracy",
-    "PMM",
-    "loss",
-    "seconds a round",
-    "defense's share",
-    "bytes up",
-    "bytes down",
-)
-
-
-def _training_rows(results: dict[str, TrainingResult], described: list[Row]) -> list[list[str]]:
+def _training_rows(results: dict[str, TrainingResult], described: list[Figures]) -> list[dict[str, str]]:
+    """The cells of the table, by heading."""
     return [
-        [
-            spec,
-            f"{result.accuracy:.1%}",
-            "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
-            f"{result.loss:.3f}",
-            f"{result.round_seconds:.3f}",
-            f"{result.defense_seconds / result.round_seconds:.0%}" if result.defense_seconds >= 0 else "-",
-            f"{result.upload_bytes:,.0f}",
-            f"{result.download_bytes:,.0f}",
-        ]
+        {
+            "defense": spec,
+            "accuracy": f"{result.accuracy:.1%}",
+            "PMM": "-" if row["pmm"] is None else f"{row['pmm']:.3f}",
+            "loss": f"{result.loss:.3f}",
+            "seconds a round": f"{result.round_seconds:.3f}",
+            "defense's share": f"{result.defense_seconds / result.round_seconds:.0%}"
+            if result.defense_seconds >= 0
+            else "-",
+            "bytes up": f"{result.upload_bytes:,.0f}",
+            "bytes down": f"{result.download_bytes:,.0f}",
+        }
         for (spec, result), row in zip(results.items(), described, strict=True)
     ]
 
 
-def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> None:
+def _print_training_table(title: str, results: dict[str, TrainingResult], rows: list[dict[str, str]]) -> None:
     table = Table(title=title)
-    for heading in TRAINING_COLUMNS:
+    for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "defense" else "right", overflow="fold")
     # A file or another program has no width of its own.
     console = out if out.is_terminal else Console(file=out.file, highlight=False, width=PIPE_WIDTH)
@@ -543,34 +479,27 @@ def _print_training_table(title: str, results: dict[str, TrainingResult], rows: 
     if roomy:
         table.add_column("accuracy by round")
     for row, result in zip(rows, results.values(), strict=True):
-        table.add_row(*row, *([sparkline([accuracy for _, accuracy in result.history])] if roomy else []))
+        table.add_row(*row.values(), *([sparkline([accuracy for _, accuracy in result.history])] if roomy else []))
     console.print(table)
 
 
-def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[list[str]]) -> Path:
+def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], rows: list[dict[str, str]]) -> Path:
     accuracy = [Curve(spec, result.history) for spec, result in results.items()]
     loss = [Curve(spec, [(r.round, r.loss) for r in result.rounds]) for spec, result in results.items()]
     charts = [
-        lay_out("accuracy on the test images", accuracy, percent=True),
+        lay_out("accuracy on the test examples", accuracy, percent=True),
         lay_out("training loss", loss, percent=False),
     ]
-    return write_curves(folder / "training.html", f"Training {title}", charts, TRAINING_COLUMNS, rows)
+    cells = [list(row.values()) for row in rows]
+    return write_curves(folder / "training.html", f"Training {title}", charts, list(rows[0]), cells)
 
 
 @contextmanager
 def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
     """What a training is doing: a bar on a terminal, else a line now and then."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[figures]}"),
-        TimeRemainingColumn(),
-    )
     started, first = time.perf_counter(), None
     accuracy = "not evaluated yet"
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
+    with _progress_bar(MofNCompleteColumn(), TextColumn("{task.fields[figures]}")) as bar:
         line = bar.add_task(name, total=rounds, figures="")
 
         def watch(record: RoundRecord) -> None:
@@ -603,15 +532,9 @@ def list_all(
         "defenses": lambda: _methods(DEFENSES),
         "attacks": lambda: _methods(ATTACKS),
         "datasets": lambda: [
-            {"name": s.name, "summary": s.summary, "source": s.licence, "parameters": {}}
-            for s in datasets.status()
-            if s.name in datasets.names()
+            _entry(one.name, one.summary, one.licence, {}) for one in datasets.status() if one.name in datasets.names()
         ],
-        "models": lambda: [
-            {"name": name, "summary": d.summary, "source": d.paper, "parameters": d.parameters}
-            for name in models.names()
-            for d in [models.describe(name)]
-        ],
+        "models": lambda: [_entry(name, *models.describe(name)) for name in models.names()],
     }
     if kind is not None and kind not in listings:
         raise ParameterError(f"list: expected one of {', '.join(listings)}, got {kind!r}")
@@ -629,16 +552,15 @@ def list_all(
 
 
 def _methods(registry: Registry[Any]) -> list[dict[str, Any]]:
-    methods = [registry.create(name) for name in registry.names()]
     return [
-        {
-            "name": method.name,
-            "summary": (inspect.getdoc(method) or "").splitlines()[0],
-            "source": method.paper,
-            "parameters": method.parameters,
-        }
-        for method in methods
+        _entry(method.name, (inspect.getdoc(method) or "").splitlines()[0], method.paper, method.parameters)
+        | {"meanings": meanings(type(method))}
+        for method in map(registry.create, registry.names())
     ]
+
+
+def _entry(name: str, summary: str, source: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "summary": summary, "source": source, "parameters": parameters}
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -662,7 +584,7 @@ def data_list(as_json: Json = False) -> None:
 
 
 @data_app.command("get")
-def data_get(name: Annotated[str, typer.Argument(help="Name of a data set, or lpips-alex.")]) -> None:
+def data_get(name: Annotated[str, typer.Argument(help="Name of a data set or of weights.")]) -> None:
     """Fetch, check, convert and cache a data set or metric weights."""
     with talk.status(f"fetching {name}") as status:
         path = datasets.fetch(name, progress=lambda words: status.update(f"{name}: {words}"))
@@ -672,16 +594,21 @@ def data_get(name: Annotated[str, typer.Argument(help="Name of a data set, or lp
 # -- shared ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar with the time left; nothing is drawn when stderr is not a terminal."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f} %"),
-        TimeRemainingColumn(),
+def _go_on(command: str, folder: Path, model: str) -> str:
+    """The command that goes on with what was stopped."""
+    return resume_command(folder, model if is_model_file(model) else None, command)
+
+
+def _untrusted(command: str, folder: Path, model: str) -> OutputError:
+    """Why a folder's model, a file, is not run until somebody names it."""
+    return OutputError(
+        f"{command}: {folder} was begun with the model {model}, a file whose code would run, and --resume runs no code "
+        f"that was not named; if you trust that file: {_go_on(command, folder, model)}"
     )
-    with Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal) as bar:
-        line = bar.add_task("starting", total=1.0)
-        yield lambda words, share: bar.update(line, description=words, completed=share)
+
+
+def _progress_bar(*figures: TextColumn | MofNCompleteColumn) -> Progress:
+    """A bar with figures and the time left; nothing is drawn when stderr is not a terminal."""
+    words = TextColumn("{task.description}", markup=False)
+    columns = (SpinnerColumn(), words, BarColumn(), *figures, TimeRemainingColumn())
+    return Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal)

@@ -64,12 +64,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> Path:
     """Write a file whole or not at all, and wait until it is on disk; if that fails, nothing of it is left."""
     temporary = path.with_suffix(".part")
     with writing(path):
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)  # else it may be a link, through which another file would be written
+            with temporary.open("xb") as file:
                 file.writelines(pieces)
                 file.flush()
                 os.fsync(file.fileno())
@@ -77,6 +78,7 @@ def replace_file(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
+    return path
 
 
 def write_json(path: Path, value: Any) -> None:

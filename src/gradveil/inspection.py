@@ -19,7 +19,7 @@ LARGEST_SCALE, SMALLEST_SCALE = 100.0, 1e-3
 MOST = 4096
 # A unit is silent for certain if its bias outweighs whatever its inputs, of at most this size, can bring: images lie in
 # [0, 1], and what the layers in between pass on is seldom larger than ten.
-LARGEST_IMAGE, LARGEST_ACTIVATION = 1.0, 10.0
+LARGEST_INPUT, LARGEST_ACTIVATION = 1.0, 10.0
 # Weights whose gradient is zero, whatever the image, before silent units count: as many as a unit with 256 inputs has.
 # Some 1,250 give a weak generator away.
 SILENT_WEIGHTS = 256
@@ -83,10 +83,8 @@ def inspect(model: nn.Module) -> list[Finding]:
         >>> [finding.kind for finding in inspect(nn.Sequential(nn.Flatten(), planted))]
         ['parallel-rows']
     """
-    findings: list[Finding] = []
     weighted = [(n, m) for n, m in model.named_modules() if isinstance(m, _Weighted)]
-    findings += _silent_units(weighted)
-    findings += _unheard_units(weighted)
+    findings = [*_silent_units(weighted), *_unheard_units(weighted)]
     convolutions = [place for place, (_, module) in enumerate(weighted) if not isinstance(module, nn.Linear)]
     for place, (name, module) in enumerate(weighted):
         weight = module.weight.detach().float()
@@ -125,11 +123,11 @@ def _silent_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Finding
             continue
         rows = module.weight.flatten(1)
         # An image has no negative values; what layers pass on may have.
-        reach = rows.clamp_min(0).sum(1) * LARGEST_IMAGE if place == 0 else rows.abs().sum(1) * LARGEST_ACTIVATION
+        reach = rows.clamp_min(0).sum(1) * LARGEST_INPUT if place == 0 else rows.abs().sum(1) * LARGEST_ACTIVATION
         silent = int((module.bias < -reach).sum())
         if silent * rows.shape[1] >= SILENT_WEIGHTS:
             detail = (
-                f"{silent} of its {len(rows)} units are off whatever the image, by their biases: the gradients of "
+                f"{silent} of its {len(rows)} units are off whatever the input, by their biases: the gradients of "
                 f"{silent * (rows.shape[1] + 1):,} weights and biases are zero, and noise on them can be read"
             )
             yield Finding(name, "silent-units", detail)

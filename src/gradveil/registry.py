@@ -107,6 +107,15 @@ class Method:
     caveat: str | None = None
     """What whoever reads a figure of this method must know, in a sentence; None: nothing."""
 
+    parts: tuple["Method", ...] = ()
+    """The methods it is made of."""
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Its caveat and those of its parts, each once."""
+        parts = (caveat for part in self.parts for caveat in part.caveats)
+        return tuple(dict.fromkeys(filter(None, [self.caveat, *parts])))
+
     def __post_init__(self) -> None:
         """Check the parameters."""
         check_declared(self)

@@ -5,7 +5,6 @@ them joined by ``>``, applied from left to right. The operations are Pillow's, o
 family: values are rounded to 1/255. Where an image is moved, what comes in from outside is mid-grey.
 """
 
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -72,7 +71,7 @@ def parse_policy(text: str) -> list[str]:
     ['rotate@15', 'invert']
     """
     known = names()
-    parts = re.split(SEPARATOR, text)
+    parts = text.split(SEPARATOR)
     for part in parts:
         if part not in known:
             raise ParameterError(f"ats: unknown transform {part!r}; {suggest(part, known)}")
@@ -110,8 +109,10 @@ def undo_policy(text: str, images: Tensor) -> Tensor:
     return images
 
 
-def _by_picture(undo: Callable[[Picture, float], Picture]) -> Callable[[Tensor, float], Tensor]:
-    return lambda images, amount: torch.stack([_to_tensor(undo(_to_picture(i), amount), i) for i in images])
+def _moved_back(name: str) -> Callable[[Tensor, float], Tensor]:
+    """Undo a transform that moves by its amount: move as far the other way."""
+    move, _ = _WITH_AMOUNT[name]
+    return lambda images, amount: torch.stack([_to_tensor(move(_to_picture(i), -amount), i) for i in images])
 
 
 def _away_from(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor, float], Tensor]:
@@ -149,11 +150,7 @@ def _unsharpen(images: Tensor, amount: float) -> Tensor:
 
 _UNDO_STEPS = 100
 _UNDO: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "shear-x": _by_picture(lambda p, a: _affine(p, (1, -a, 0, 0, 1, 0))),
-    "shear-y": _by_picture(lambda p, a: _affine(p, (1, 0, 0, -a, 1, 0))),
-    "translate-x": _by_picture(lambda p, a: _affine(p, (1, 0, -round(a * p.width), 0, 1, 0))),
-    "translate-y": _by_picture(lambda p, a: _affine(p, (1, 0, 0, 0, 1, -round(a * p.height)))),
-    "rotate": _by_picture(lambda p, a: _rotate(p, -a)),
+    **{name: _moved_back(name) for name in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate")},
     "posterize": lambda images, bits: images + (2 ** (8 - bits) - 1) / 2 / 255,
     "contrast": _away_from(_mean_grey),
     "brightness": _away_from(torch.zeros_like),

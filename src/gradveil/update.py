@@ -25,7 +25,7 @@ class LocalSteps:
 
     Args:
         epochs: passes over the client's data.
-        batch_size: images a step; None: all of them.
+        batch_size: examples per step; None: all of them.
         lr: learning rate of each step.
         momentum: of the steps; it starts from rest in every round.
 
@@ -47,49 +47,49 @@ class LocalSteps:
         checks.number("LocalSteps", "momentum", self.momentum, low=0, below=1)
 
 
-def sizes_of(local: LocalSteps | None, images: int) -> list[int]:
-    """How many images each gradient of an update is the mean of, step by step.
+def sizes_of(local: LocalSteps | None, examples: int) -> list[int]:
+    """How many examples each gradient of an update is the mean of, step by step.
 
-    >>> sizes_of(LocalSteps(epochs=2, batch_size=2), images=3)
+    >>> sizes_of(LocalSteps(epochs=2, batch_size=2), examples=3)
     [2, 1, 2, 1]
     """
     if local is None:
-        return [images]
-    size = local.batch_size or images
-    return local.epochs * [min(size, images - first) for first in range(0, images, size)]
+        return [examples]
+    size = local.batch_size or examples
+    return local.epochs * [min(size, examples - first) for first in range(0, examples, size)]
 
 
-def steps_of(local: LocalSteps | None, images: int) -> int:
+def steps_of(local: LocalSteps | None, examples: int) -> int:
     """How many gradients an update is made of."""
-    return len(sizes_of(local, images))
+    return len(sizes_of(local, examples))
 
 
-def step_weights(local: LocalSteps | None, images: int) -> list[float]:
+def step_weights(local: LocalSteps | None, examples: int) -> list[float]:
     """How often an update counts each of its gradients: with momentum, again in every step after its own.
 
-    >>> step_weights(LocalSteps(epochs=3, momentum=0.5), images=8)
+    >>> step_weights(LocalSteps(epochs=3, momentum=0.5), examples=8)
     [1.75, 1.5, 1.0]
     """
     momentum = 0.0 if local is None else local.momentum
-    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, images), 0, -1)]
+    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, examples), 0, -1)]
 
 
-def weight_of(local: LocalSteps | None, images: int) -> float:
+def weight_of(local: LocalSteps | None, examples: int) -> float:
     """How many gradients' worth an update sums.
 
-    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), images=8)
+    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), examples=8)
     4.25
     """
-    return sum(step_weights(local, images))
+    return sum(step_weights(local, examples))
 
 
-def squared_weight_of(local: LocalSteps | None, images: int) -> float:
+def squared_weight_of(local: LocalSteps | None, examples: int) -> float:
     """By how much the variance of an update exceeds that of one of its gradients, if these are independent.
 
-    >>> squared_weight_of(LocalSteps(epochs=3), images=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
+    >>> squared_weight_of(LocalSteps(epochs=3), examples=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
     (3.0, 3.25)
     """
-    return sum(weight**2 for weight in step_weights(local, images))
+    return sum(weight**2 for weight in step_weights(local, examples))
 
 
 MAX_BITS = 28

@@ -19,7 +19,6 @@ from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, re
 from gradveil.defenses.refiner import STEP
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.randomness import source_of
-from gradveil.task import differentiate_by_autograd
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -520,8 +519,7 @@ class TestExpectation:
         """An attacker on one victim differentiates by autograd, inside of which they still must work."""
         defense, gradients = gradveil.defense(name), task.gradients(*one)
         outside = adaptive.expectation(defense).draw(task, gradients, *one)
-        with differentiate_by_autograd():
-            inside = adaptive.expectation(defense).draw(task, gradients, *one)
+        inside = adaptive.expectation(defense).draw(task.by_autograd(), gradients, *one)
         for expected, drawn in zip(outside, inside, strict=True):
             assert all(torch.equal(value, drawn[layer]) for layer, value in expected.items())
 

@@ -215,7 +215,9 @@ def test_total_variation_needs_images():
     torch.manual_seed(0)
     task = gradveil.Task(torch.nn.Linear(10, 3), input_shape=(10,), classes=3)
     update = task.gradients(torch.rand(1, 10), torch.tensor([1]))  # a plain dict is an update too
-    with pytest.raises(ThreatModelError, match=r"defined for images .* use tv=0"):
+    with pytest.raises(
+        ThreatModelError, match=r"tv weighs a prior, and there is none of image inputs of shape \[10\]; use tv=0"
+    ):
         gradveil.attack("inverting-gradients").reconstruct(task, update, gradveil.ThreatModel())
     found = gradveil.attack("inverting-gradients", tv=0.0, iterations=200).reconstruct(
         task, update, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import math
 import os
 import shutil
 import signal
@@ -60,6 +61,27 @@ def assert_identical(one, other):
     assert (one.accuracy, one.loss, one.history) == (other.accuracy, other.loss, other.history)
     assert [r.loss for r in one.rounds] == [r.loss for r in other.rounds]
     assert [r.upload_bytes for r in one.rounds] == [r.upload_bytes for r in other.rounds]
+
+
+def test_a_task_without_classes_goes_on_from_its_checkpoint(tmp_path):
+    """It has no accuracy, whatever the training says about evaluations."""
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1))
+    task = gradveil.Task(
+        model, lambda out, y: (out[:, 0] - y.to(out)).square().mean(), input_shape=(1, 8, 8), classes=None
+    )
+    job = task, blobs(), gradveil.defense("none"), dataclasses.replace(TRAINING, lr=0.01)
+
+    def stop(record):
+        if record.round == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(*job, checkpoint=tmp_path, watch=stop)
+    resumed, whole = train(*job, checkpoint=tmp_path, resume=True), train(*job)
+    assert {record.accuracy for record in resumed.rounds} == {None}
+    assert [number for number, _ in resumed.history] == [10]
+    assert math.isnan(resumed.accuracy)
+    assert resumed.loss == whole.loss < whole.rounds[0].loss
 
 
 @pytest.mark.slow

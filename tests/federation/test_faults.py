@@ -13,7 +13,8 @@ from torch import nn
 import gradveil
 from gradveil import models, wire
 from gradveil.defenses.base import StepDefense
-from gradveil.federation import OpenRound, Training, train
+from gradveil.federation import Training, train
+from gradveil.federation.protocol import OpenRound
 from gradveil.update import LocalSteps, Meta, Update
 
 ROUND = 6
@@ -38,8 +39,8 @@ class Server(OpenRound):
             ROUND,
             [0, 1, 2],
             self.faults.append,
-            gradveil.defense("none"),
-            MODEL,
+            defense=gradveil.defense("none"),
+            parameters=MODEL,
             statistics=BUFFERS,
             most_samples=32,
         )

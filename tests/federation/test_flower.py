@@ -1382,7 +1382,7 @@ def test_a_diverging_simulation_stops_in_the_same_round(two_blobs, monkeypatch):
 
 def test_a_step_that_is_not_finite_is_not_taken(two_blobs, monkeypatch):
     finite = iter([True, True, False])
-    monkeypatch.setattr(strategy, "is_finite", lambda _record: next(finite))
+    monkeypatch.setattr(strategy, "_is_finite", lambda _record: next(finite))
     monkeypatch.setattr(simulation, "run_on_ray", in_process)
     stopped = flower.simulate(task_for(two_blobs), two_blobs, gradveil.defense("none"), FIVE)
     two = train(task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(FIVE, rounds=2))

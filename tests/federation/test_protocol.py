@@ -8,9 +8,8 @@ import torch
 import gradveil
 from gradveil import wire
 from gradveil.errors import InputError, NotFiniteError
-from gradveil.federation import OpenRound
 from gradveil.federation.faults import Refused
-from gradveil.federation.protocol import Replies, weight_of
+from gradveil.federation.protocol import OpenRound, Replies, weight_of
 from gradveil.update import Meta, Update
 
 MODEL = {"w": torch.arange(10.0)}
@@ -19,7 +18,7 @@ ALIGNED = gradveil.defense("aligned-dual-pruning", k1=0.1, keep=0.2)
 
 def opened(defense=ALIGNED, **options):
     faults = []
-    return OpenRound(7, [3, 1, 2], faults.append, defense, MODEL, **options), faults
+    return OpenRound(7, [3, 1, 2], faults.append, defense=defense, parameters=MODEL, **options), faults
 
 
 def named(faults):
@@ -128,6 +127,14 @@ def test_who_failed_is_not_missing_and_who_was_refused_is_unless_once_is_enough(
     ]
 
 
+@pytest.mark.parametrize("named_once", [False, True])
+def test_who_was_not_elected_may_still_be_missing(named_once):
+    server, faults = opened(named_once=named_once)
+    server.elect(lambda client: too_many(client) if client == 3 else ALIGNED.publish(MODEL))
+    assert server.close() == {}
+    assert named(faults) == [(7, 3, "malformed"), *((7, client, "missing") for client in (3, 1, 2))]
+
+
 def test_replies_come_in_the_order_of_the_questions():
     server, _ = opened(gradveil.defense("none"))
     message = wire.encode(Update({"w": torch.ones(10)}, Meta(round=7)))
@@ -148,11 +155,11 @@ def test_an_announcement_is_used_to_read_and_to_aggregate():
 
 
 def test_statistics_may_be_left_out_only_where_that_is_said():
-    statistics = {"mean": torch.tensor([1.0]), "running_var": torch.tensor([2.0])}
+    statistics = {"mean": torch.tensor([1.0]), "mask": torch.tensor([-torch.inf])}  # of the server's own, anything goes
     update = Update({"w": torch.ones(10)}, Meta(round=7, buffers={"mean": torch.tensor([5.0])}))
     message = wire.encode(update)
     some, _ = opened(statistics=statistics, all_statistics=False)
-    assert some.read(message).meta.buffers == {"mean": torch.tensor([5.0]), "running_var": torch.tensor([2.0])}
+    assert some.read(message).meta.buffers == {"mean": torch.tensor([5.0]), "mask": torch.tensor([-torch.inf])}
     strict, _ = opened(statistics=statistics)
     with pytest.raises(InputError, match="both sides must name the same statistics"):
         strict.read(message)

@@ -3,6 +3,7 @@
 import json
 from itertools import permutations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradveil import metrics
 from gradveil.errors import InputError
+from gradveil.metrics.perceptual_distance import ARRAY_SHAPES
 
 
 def images(count, seed=0, channels=1, side=16):
@@ -92,18 +94,16 @@ class TestScorer:
         score = metrics.Scorer().score(originals, originals.flip(0), self.labels, self.labels, None)
         assert score["label_correct"] == pytest.approx(1 / 3)  # the same labels, two on the wrong image
 
-    def test_lpips_is_scored_where_weights_are_given(self):
-        class Stub(metrics.Lpips):
-            def __init__(self):
-                pass
-
-            def __call__(self, originals, reconstructions):
-                return (originals - reconstructions).abs().double().mean(dim=(1, 2, 3))
-
+    def test_lpips_is_scored_where_its_weights_are(self, tmp_path, monkeypatch):
+        generator = np.random.default_rng(0)
+        weights = {name: generator.standard_normal(shape, np.float32) for name, shape in ARRAY_SHAPES.items()}
+        np.savez(tmp_path / "lpips_alex.npz", **weights)
+        monkeypatch.setenv("GRADVEIL_DATA", str(tmp_path))
         originals, others = images(3), images(3, seed=1)
-        score = metrics.Scorer(lpips=Stub()).score(originals, others, self.labels, self.labels, None)
+        score = metrics.Scorer().score(originals, others, self.labels, self.labels, None)
         matched = others[metrics.match(originals, others)]
-        assert score["lpips"] == pytest.approx((originals - matched).abs().mean().item())
+        assert score["lpips"] == pytest.approx(metrics.Lpips(weights)(originals, matched).mean().item())
+        assert score["lpips"] != 0
 
     def test_leaked_as_soon_as_one_image_has(self):
         originals = images(2)
@@ -146,7 +146,7 @@ class TestScorer:
             metrics.Scorer().score(images(3) + 1, images(3), self.labels, self.labels, None)
 
     def test_blind_guess_of_another_batch_is_refused(self):
-        with pytest.raises(InputError, match=r"blind_psnr must be one number an original, \[3\], got \[2\]"):
+        with pytest.raises(InputError, match=r"blind must be one number per original, \[3\], got \[2\]"):
             metrics.Scorer().score(images(3), images(3), self.labels, self.labels, torch.zeros(2))
 
     def test_reconstructions_that_still_carry_gradients_are_scored(self):

@@ -14,7 +14,7 @@ import gradveil
 from gradveil.data import Dataset, Split
 from gradveil.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.federation import Training, train
-from gradveil.federation.local import evaluate, performance_maintenance
+from gradveil.federation.job import evaluate, performance_maintenance
 from gradveil.modality import IMAGE, MODALITIES, Modality
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0, 1.0])
@@ -24,7 +24,7 @@ LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0,
 class Vector(Modality):
     """Four numbers, stored as they are, each in a range of its own."""
 
-    name, unit, primary = "vector", "row", "mse"
+    name, unit, primary, rule = "vector", "row", "mse", "mean squared error of at most .1"
 
     def check_stored(self, where, stored):
         if stored.dtype != torch.float32 or stored.shape[1:] != LOW.shape:
@@ -124,7 +124,8 @@ class TestEveryModality:
         torch.testing.assert_close(everything, inputs.mean(0).expand(4, *stored.shape[1:]))
 
 
-def test_modalities_of_your_own_have_a_name():
+def test_modalities_of_your_own_have_a_name(monkeypatch):
+    monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     MODALITIES.register("vector")(Vector)
     assert MODALITIES.create("vector") == Vector()
     with pytest.raises(UnknownNameError, match="unknown modality 'imgae'; did you mean image"):

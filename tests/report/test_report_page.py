@@ -12,7 +12,7 @@ import pytest
 
 from gradveil import report
 from gradveil.audit.store import command_line
-from gradveil.errors import DataError
+from gradveil.errors import DataError, OutputError
 from gradveil.report.flags import FLAGS
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
@@ -87,9 +87,18 @@ def test_a_failed_write_leaves_the_old_page_alone(make_audit):
 def test_a_page_that_cannot_be_written_is_a_clear_error(make_audit):
     folder = make_audit().write()
     (folder / "report.html").mkdir()
-    with pytest.raises(DataError, match=r"report.html: cannot be written"):
+    with pytest.raises(OutputError, match=r"report.html: expected a place that can be written to, got: Is a directory"):
         report.write(folder)
-    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    assert not [name for name in os.listdir(folder) if name.startswith(".") or name.endswith(".part")]
+
+
+def test_a_link_in_place_of_the_unfinished_page_is_not_followed(make_audit, tmp_path):
+    folder = make_audit().write()
+    (tmp_path / "mine").write_text("mine")
+    (folder / "report.part").symlink_to(tmp_path / "mine")
+    report.write(folder)
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_nothing_comes_from_outside(make_audit):

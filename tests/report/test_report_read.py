@@ -1,9 +1,13 @@
 """Audit folders from disk: labels, gaps, torn and broken files."""
 
 import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from gradveil import report
+from gradveil.audit.rows import VERSION, MethodId
 from gradveil.errors import DataError, GradveilError
 from gradveil.report.read import read
 
@@ -12,7 +16,7 @@ def test_a_whole_audit_is_read_as_it_was_asked_for(make_audit):
     made = make_audit()
     audit = read(made.write())
     assert list(audit.defenses) == made.config["defenses"]
-    assert list(audit.attacks) == made.config["attacks"]
+    assert [attack.words for attack in audit.attacks] == made.config["attacks"]
     assert len(audit.attempts) == 6 * 2 * 4
     assert len(audit.blind) == 4
     assert set(audit.utility) == set(audit.defenses)
@@ -26,7 +30,7 @@ def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_a
     adaptive = [{**row, "adaptive": True} for row in made.rows(defense="top-k")]
     made.results += adaptive
     audit = read(made.write())
-    assert audit.attacks == ("idlg:iterations=100", "idlg:iterations=100 (adaptive)")
+    assert [attack.words for attack in audit.attacks] == ["idlg:iterations=100", "idlg:iterations=100 (adaptive)"]
     assert audit.short(audit.attacks[1]) == "idlg (adaptive)"
     assert len(audit.without_defense(audit.attacks[1])) == 4
     assert audit.missing_attempts() == []
@@ -43,7 +47,7 @@ def test_missing_rows_are_named(make_audit):
     made.results.remove(made.rows("top-k", "idlg")[2])
     made.utility = [row for row in made.utility if row["defense"] != "top-k"]
     audit = read(made.write())
-    assert audit.missing_attempts() == [("top-k:keep=0.2", "idlg:iterations=100", 2)]
+    assert audit.missing_attempts() == [("top-k:keep=0.2", MethodId("idlg:iterations=100"), 2)]
     assert audit.missing_utility() == ["top-k:keep=0.2"]
 
 
@@ -161,7 +165,7 @@ def test_a_folder_without_config_is_no_audit(tmp_path):
         ("victim_labels", [[1]], r"'victim_labels' must be 4 lists of 1 labels, got \[\[1\]\]"),
         ("victim_labels", [[1], [1], [1], [99]], "'victim_labels' must be labels below 10, the classes, got 99"),
         ("adapted", [["none", "dlg"]], "'adapted' must be a list of pairs of a defense and an attack of this audit"),
-        ("input_shape", [28, 28], "'input_shape' must be three whole numbers"),
+        ("input_shape", [28, 28], "'input_shape' must be 3 whole numbers"),
         ("lr", float("inf"), "expected JSON"),
         ("model", "mine.py@build", "'model_file_digest' must be the digest of the model's file"),
         ("command", "rm -rf .", "'command' must be the command of these settings .* got 'rm -rf .'"),
@@ -175,6 +179,66 @@ def test_a_wrong_config_is_refused(make_audit, key, value, message):
     (made.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
         read(made.folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        (
+            "modality",
+            "smell",
+            "unknown modality 'smell'; .*; if a package of your own adds it, import that first",
+        ),
+        (
+            "metrics",
+            {"psnr": True, "smell": True},
+            "unknown metric 'smell'; .*; if a package of your own adds it, import",
+        ),
+        ("metrics", {"ssim": True}, r"'metrics' must be metrics for image, psnr among them, got \['ssim'\]"),
+        ("metrics", {"psnr": False}, "'metrics' must be metrics for image, psnr among them"),
+        ("metrics", ["psnr"], "'metrics' must be an object of at most 1,000 entries, each true or false"),
+        ("caveats", {"top-j": ["it is new."]}, "'caveats' must be an object of defenses and attacks of this audit"),
+        ("caveats", {"none": ["\x1b[2J"]}, "'caveats' must be an object .* each a text of .* printable characters"),
+        ("victim_labels", [[1.5], [1], [1], [1]], "'victim_labels' must be labels below 10, the classes, got 1.5"),
+        ("victim_labels", [[[1]], [1], [1], [1]], "'victim_labels' must be labels below 10, the classes"),
+    ],
+)
+def test_what_the_report_is_to_believe_of_methods_and_metrics_is_checked(make_audit, key, value, message):
+    made = make_audit()
+    made.config[key] = value
+    with pytest.raises(DataError, match=message):
+        read(made.write())
+
+
+@pytest.mark.parametrize(("version", "got"), [(1, "1"), (99, "99"), ("2", "'2'"), (None, "'none'"), (True, "True")])
+def test_another_version_is_refused_by_its_number(make_audit, version, got):
+    made = make_audit()
+    made.config["version"] = version
+    if version is None:
+        del made.config["version"]  # as before there were versions
+    message = rf"config.json: expected an audit folder of version {VERSION}, got {got}; run the audit again"
+    with pytest.raises(DataError, match=message):
+        read(made.write())
+
+
+def test_everything_is_read_once(make_audit, monkeypatch):
+    folder = make_audit().write()
+    count: Counter[str] = Counter()
+    plain = Path.read_bytes
+
+    def counted(path):
+        if path.is_relative_to(folder):
+            count[path.name] += 1
+        return plain(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    audit = report.read(folder)
+    report.write(audit)
+    report.verdict(audit)
+    report.raised_flags(audit)
+    report.summary(audit)
+    assert set(count) >= {"config.json", "results.jsonl", "utility.jsonl", "match.jsonl", "original-v0.png"}
+    assert set(count.values()) == {1}
 
 
 @pytest.mark.parametrize("key", ["gradveil", "adapted", "seed", "digest"])

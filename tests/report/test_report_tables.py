@@ -159,13 +159,14 @@ def test_each_defense_meets_its_own_strongest_attack(make_audit):
     for row in made.rows("top-k", "weak"):
         row["psnr"] = 99.0
     audit = read(made.write())
-    assert strongest(audit, "none")[0] == "strong"
+    assert strongest(audit, "none")[0].spec == "strong"
     attack, best = strongest(audit, "top-k:keep=0.2")
-    assert (attack, best.psnr) == ("weak", 99.0)
+    assert (attack.spec, best.median) == ("weak", 99.0)
     made.results.clear()
     assert strongest(read(made.write()), "none") is None
 
 
-def test_no_rows_have_no_score():
+def test_no_rows_have_no_score(make_audit):
+    audit = read(make_audit().write())
     with pytest.raises(ValueError, match="median"):
-        score([])
+        _ = score(audit, []).median

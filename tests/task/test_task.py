@@ -1,4 +1,5 @@
 import copy
+import threading
 
 import pytest
 import torch
@@ -210,7 +211,7 @@ def test_normalisation_is_part_of_the_task():
     normalised = (images - torch.tensor([0.1, 0.2]).view(2, 1, 1)) / torch.tensor([0.5, 2.0]).view(2, 1, 1)
     expected = autograd_gradients(model, normalised, labels)
     torch.testing.assert_close(task.gradients(images, labels)["1.weight"], expected["1.weight"])
-    with pytest.raises(ParameterError, match="one value per channel"):
+    with pytest.raises(ParameterError, match="one value for each of the 2 entries of an input's first axis"):
         gradveil.Task(model, input_shape=(2, 2, 2), classes=3, mean=(0.1,), std=(1.0, 1.0))
 
 
@@ -586,3 +587,26 @@ def test_precision_and_device_can_be_named_in_either_way(tiny_task):
     assert tiny_task.to("cpu").dtype == tiny_task.dtype == torch.float64
     counted = gradveil.Task(with_batch_norm()[0], input_shape=(1, 6, 6), classes=4).to(torch.float64)
     assert counted.buffers["1.num_batches_tracked"].dtype == torch.int64
+
+
+def test_how_a_task_differentiates_is_its_own_affair(tiny_task, tiny_batch):
+    """While one thread attacks by autograd, others vmap their own tasks."""
+    fast = tiny_task.with_model(tiny_task.copy_model()).by_autograd()
+    expected = tiny_task.gradients(*tiny_batch)
+    wrong = []
+
+    def loop():
+        for _ in range(50):
+            leaf = tiny_batch[0].clone().requires_grad_()
+            got = fast.gradient(fast.parameters, leaf, tiny_batch[1])
+            (slope,) = torch.autograd.grad(sum(value.square().sum() for value in got.values()), leaf)
+            wrong.extend(n for n, v in got.items() if not torch.allclose(v, expected[n]) or not slope.any())
+
+    thread = threading.Thread(target=loop)
+    thread.start()
+    for _ in range(50):
+        every = tiny_task.per_example_gradients(*tiny_batch)
+        torch.testing.assert_close(every["3.bias"].mean(0), expected["3.bias"])
+    thread.join()
+    assert not wrong
+    assert torch.equal(fast.by_autograd(False).gradients(*tiny_batch)["3.bias"], expected["3.bias"])

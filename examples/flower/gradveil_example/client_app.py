@@ -7,10 +7,10 @@ import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-import gradveil
+from gradveil.flower import defense_mod
 from gradveil_example.task import DEFENSE, LR, load_share, make_model, train
 
-app = ClientApp(mods=[gradveil.flower.defense_mod(DEFENSE, lr=LR, metrics=["loss"])])
+app = ClientApp(mods=[defense_mod(DEFENSE, lr=LR, metrics=["loss"])])
 torch.set_num_threads(1)
 
 

@@ -8,7 +8,7 @@ from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-import gradveil
+from gradveil.flower import GradveilStrategy
 from gradveil_example.task import DEFENSE, LR, accuracy, make_model
 
 app = ServerApp()
@@ -20,7 +20,7 @@ def main(grid: Grid, context: Context) -> None:
     config, model = context.run_config, make_model()
     while len(list(grid.get_node_ids())) < config["nodes"]:
         time.sleep(1)
-    strategy = gradveil.flower.GradveilStrategy(FedAvg(fraction_evaluate=0.0), DEFENSE, lr=LR)
+    strategy = GradveilStrategy(FedAvg(fraction_evaluate=0.0), DEFENSE, lr=LR)
     result = strategy.start(
         grid, ArrayRecord(model.state_dict()), num_rounds=config["rounds"], timeout=config["round-timeout"]
     )

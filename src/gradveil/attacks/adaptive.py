@@ -3,32 +3,32 @@
 What there is to know stands in each defense's own file (`Defense.adapt`).
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from gradveil.attacks.threat import ThreatModel
 from gradveil.defenses import Defense
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import derived_generator
-from gradveil.task import Gradients, Task, differentiate_by_autograd
+from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
 DRAWS = 4
 """Simulated draws of a defense over which a cost is averaged."""
 
 
-def find_knowledge(
-    attack: str, defense: Defense | None, adaptive: bool | str, task: Task, batch_size: int, local: LocalSteps | None
-) -> Knowledge | None:
+def find_knowledge(attack: str, task: Task, threat: ThreatModel) -> Knowledge | None:
     """What a threat model lets the attacker know; None for a plain attack, refused if there is no such form."""
+    defense, adaptive, local = threat.defense, threat.adaptive, threat.local
     if adaptive is False:
         return None
     if defense is None:
         raise ThreatModelError(f"{attack}: has no adaptive form without a defense; use ThreatModel(adaptive=False)")
-    forms = defense.adapt(task, batch_size=batch_size, local=local) or {"expectation": expectation(defense, local)}
+    forms = defense.adapt(task, batch_size=threat.batch_size, local=local)
+    forms = forms or {"expectation": expectation(defense, local)}
     if adaptive is True:
         form = next(iter(forms.values()))
     elif adaptive in forms:
@@ -53,35 +53,22 @@ def expectation(defense: Defense, local: LocalSteps | None = None) -> Knowledge:
     The draws are the same at every step, so that the cost is a function of the candidate. Defenses round, sort and
     draw, which has no derivative: the slope is that of the undefended gradient (straight-through).
     """
-    return Knowledge(
-        f"averages over {DRAWS} simulated draws of the defense", draw=partial(_simulated, defense, local=local)
-    )
+    return Knowledge(f"averages over {DRAWS} simulated draws of the defense", draw=partial(_simulated, defense, local))
 
 
 def _simulated(
-    defense: Defense,
-    task: Task,
-    gradients: Gradients,
-    inputs: Tensor,
-    labels: Tensor,
-    *,
-    local: LocalSteps | None,
+    defense: Defense, local: LocalSteps | None, task: Task, gradients: Gradients, inputs: Tensor, labels: Tensor
 ) -> list[Gradients]:
     fixed = {name: value.detach() for name, value in gradients.items()}
-    share: Callable[[torch.Generator], Gradients]
-    if defense.gradient_only:
+    task = task.by_autograd(False)  # as a client computes; defenses may use functional transforms
 
-        def share(generator: torch.Generator) -> Gradients:
+    def share(generator: torch.Generator) -> Gradients:
+        if defense.gradient_only:
             return defense.perturb(fixed, generator=generator, memory={})
+        batch = inputs.detach().to(task.dtype), labels
+        return defense.share(task, *batch, generator=generator, memory={}, local=local)
 
-    else:
-
-        def share(generator: torch.Generator) -> Gradients:
-            batch = inputs.detach().to(task.dtype), labels
-            return defense.share(task, *batch, generator=generator, memory={}, local=local)
-
-    with differentiate_by_autograd(False):  # as a client computes; defenses may use functional transforms
-        drawn = [share(derived_generator(0, "draw", number, device=task.device)) for number in range(DRAWS)]
+    drawn = [share(derived_generator(0, "draw", number, device=task.device)) for number in range(DRAWS)]
     return [
         {name: value + (update[name].to(value) - fixed[name]) for name, value in gradients.items()} for update in drawn
     ]

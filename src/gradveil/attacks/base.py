@@ -1,20 +1,20 @@
 """The contract of an attack: a problem in, findings out."""
 
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
-from torch import Tensor
 
 from gradveil.attacks.adaptive import find_knowledge
 from gradveil.attacks.findings import Findings, Reconstruction
 from gradveil.attacks.labels import check_inferable, find_labels
-from gradveil.attacks.problem import Observed, Problem, Progress, observed_rounds
+from gradveil.attacks.problem import Observed, Problem, Progress, granted_public, observed_rounds
 from gradveil.attacks.restarts import best_of
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.parameters import has_all_state
+from gradveil.core.timing import timed
+from gradveil.defenses.base import Batch
 from gradveil.errors import ThreatModelError
 from gradveil.randomness import fresh_generator
 from gradveil.registry import Method, Registry
@@ -34,15 +34,34 @@ class Attack(Method, ABC):
     server: ClassVar[str] = "passive"  # "active": the attack changes the model, see `modify`
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself and is given zeros
+    needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
     restarts: int = 1  # an attack that has a parameter of this name is run from so many starting points
 
     @abstractmethod
     def run(self, problem: Problem) -> Findings:
         """Search for what is behind the updates."""
 
-    def modify(
-        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
-    ) -> Task:
+    def fit(
+        self, task: Task, threat: ThreatModel, *, generator: torch.Generator | None = None, progress: Progress = None
+    ) -> Self:
+        """The attack with what it learns before it attacks; this one stays as it is. Most have nothing to learn.
+
+        Args:
+            task: the model that the victims will be sent.
+            threat: what the attacker may know and learn from.
+            generator: the attacker's randomness; default: fresh entropy.
+            progress: called with (steps done, steps in all, seconds left).
+        """
+        self.check_threat(task, threat)
+        if threat.public is not None:
+            threat = replace(threat, public=granted_public(self.name, task, threat))
+        return self.learn(task, threat, generator or fresh_generator(task.device), progress)
+
+    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+        """What is behind `fit`: a copy whose fields declared by `parameters.state` hold what was learned."""
+        return self
+
+    def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """What an active server makes of the model before it sends it out; honest clients then train that task.
 
         Args:
@@ -59,7 +78,7 @@ class Attack(Method, ABC):
     def reconstruct(
         self,
         task: Task,
-        updates: Observed | Sequence[Observed],
+        updates: Observed,
         threat: ThreatModel,
         *,
         generator: torch.Generator | None = None,
@@ -78,15 +97,17 @@ class Attack(Method, ABC):
             execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is faster,
                 found by timing.
         """
-        started = time.perf_counter()
-        generator = generator or fresh_generator(task.device)
-        problem = self.pose(task, updates, threat, generator, progress, execution)
-        found = best_of(self.restarts, self._run, problem)
-        inputs = found.inputs.to(task.dtype)
-        if problem.knowledge and problem.knowledge.after:
-            inputs = problem.knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
-        seconds = time.perf_counter() - started
-        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=seconds)
+        with timed(task.device) as took:
+            problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
+            knowledge = problem.knowledge
+            if knowledge and knowledge.draw:
+                execution = "loop"  # a defense's own code cannot be vmapped
+            found = best_of(self.restarts, self._run, replace(problem, progress=progress, execution=execution))
+            inputs = found.inputs.to(task.dtype)
+            if knowledge and knowledge.after:
+                inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
+            inputs = problem.modality.decode(inputs)
+        return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=took.seconds)
 
     def _run(self, problem: Problem) -> Reconstruction:
         found = self.run(problem)
@@ -94,21 +115,13 @@ class Attack(Method, ABC):
             raise ThreatModelError(f"{self.name}: finds no inputs but a {type(found).__name__}; call run(problem)")
         return found
 
-    def pose(
-        self,
-        task: Task,
-        updates: Observed | Sequence[Observed],
-        threat: ThreatModel,
-        generator: torch.Generator,
-        progress: Progress = None,
-        execution: str = "auto",
-    ) -> Problem:
+    def pose(self, task: Task, updates: Observed, threat: ThreatModel, generator: torch.Generator) -> Problem:
         """The problem that `run` is given, as far as the threat model allows it; arguments as of `reconstruct`."""
         rounds = observed_rounds(self.name, task, updates, threat)
         self.check_threat(task, threat)
-        knowledge = find_knowledge(self.name, threat.defense, threat.adaptive, task, threat.batch_size, threat.local)
-        if knowledge and knowledge.draw:
-            execution = "loop"  # a defense's own code cannot be vmapped
+        if not has_all_state(self):
+            raise ThreatModelError(f"{self.name}: must learn before it attacks; use attack = attack.fit(task, threat)")
+        knowledge = find_knowledge(self.name, task, threat)
         labels, ambiguous = find_labels(self.name, task, rounds[0][1], threat, inferred=not self.finds_labels)
         stacked = [
             (stage, {name: torch.stack([update[name] for update in seen]) for name in task.parameters})
@@ -116,7 +129,7 @@ class Attack(Method, ABC):
         ]
         if knowledge and knowledge.before:
             stacked = [(stage, knowledge.before(stage, seen, generator)) for stage, seen in stacked]
-        return Problem(stacked, labels, threat, generator, knowledge, ambiguous, progress, execution)
+        return Problem(stacked, labels, threat, generator, knowledge, ambiguous)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what this attack cannot do or needs but is not granted."""
@@ -130,5 +143,7 @@ class Attack(Method, ABC):
             raise ThreatModelError(
                 f"{self.name}: changes the model, which a passive server does not; use ThreatModel(server='active')"
             )
+        if self.needs_public:
+            granted_public(self.name, task, threat)
         if threat.labels == "infer" and not self.finds_labels:
             check_inferable(self.name, task)

@@ -50,7 +50,7 @@ class Reconstruction(Findings):
 
     Args:
         inputs: ``[victims, examples, *input_shape]`` in the attacker's own scale (images may leave [0, 1]).
-        labels: ``[victims, examples]`` in the order of the inputs, inferred or known.
+        labels: ``[victims, examples, ...]`` in the order of the inputs, inferred or known.
         loss: ``[victims]``, the attacker's own objective, by which it chose this result.
         iterations: ``[victims]``, steps taken; 0 of a closed form.
         ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear; False where labels were

@@ -1,6 +1,6 @@
 """GradInversion: several seeds that agree with each other, image priors, and batch-norm statistics if granted."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -84,50 +84,45 @@ class GradInversion(Attack):
         parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
 
         def prior(inputs: Tensor) -> Tensor:
-            small, unlikely = self.l2 * inputs.square().mean(), modality.prior(inputs)
-            return small if unlikely is None else self.tv * unlikely + small
+            unlikely = modality.prior(inputs)
+            return (0.0 if unlikely is None else self.tv * unlikely) + self.l2 * inputs.square().mean()
 
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
         tasks = [stage for stage, _ in problem.rounds]
-        with_prior, bare = matching.cost(problem, tasks), replace(matching, prior=None).cost(problem, tasks)
+        bare = replace(matching, prior=None).cost(problem, tasks)
 
-        def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
-            loss = with_prior(inputs, target, label)
-            if granted and self.statistics:
-                loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), granted)
-            return loss
+        def cost_of(tasks: Sequence[Task]) -> Callable[..., Tensor]:
+            with_prior = matching.cost(problem, tasks)
 
-        def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
-            losses = torch.stack([one_seed(seed, target, label, granted) for seed in candidate])
-            return losses.mean() + self.group * (candidate - candidate.mean(0)).square().mean()
+            def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
+                loss = with_prior(inputs, target, label)
+                if granted and self.statistics:
+                    loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), granted)
+                return loss
+
+            def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
+                losses = torch.stack([one_seed(seed, target, label, granted) for seed in candidate])
+                return losses.mean() + self.group * (candidate - candidate.mean(0)).square().mean()
+
+            return cost
 
         objective = Objective(
-            cost,
+            cost_of(tasks),
             updates,
             labels,
             problem.threat.statistics or {},
+            alone=cost_of([stage.by_autograd() for stage in tasks]),
             execution=problem.execution,
             evaluations=self.iterations,
             victim_bytes=self.seeds * victim_bytes(task, problem),
         )
+        start, tell = problem.start(self.seeds), problem.progress
         solution = Adam(self.lr).minimise(
-            objective,
-            problem.start(self.seeds),
-            iterations=self.iterations,
-            project=modality.project,
-            progress=problem.progress,
+            objective, start, iterations=self.iterations, project=modality.project, progress=tell
         )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
             seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
             matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
             inputs.append(seeds[matched.argmin()])
-        return Reconstruction(
-            inputs=torch.stack(inputs),
-            labels=labels,
-            loss=solution.losses,
-            iterations=solution.iterations,
-            history=solution.history,
-            execution=objective.execution,
-            interrupted=solution.interrupted,
-        )
+        return replace(solution.found(labels), inputs=torch.stack(inputs), execution=objective.execution)

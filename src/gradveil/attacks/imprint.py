@@ -12,14 +12,19 @@ both see multiples of it; two images mix in different proportions. So the attack
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.func import jvp
 
+from gradveil.attacks.base import Attack
 from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem
+from gradveil.defenses.base import Batch
 from gradveil.errors import InputError, ThreatModelError
+from gradveil.modality import IMAGE
 from gradveil.randomness import fresh_generator
 from gradveil.task import Gradients, Task
 
@@ -120,12 +125,12 @@ class Measurement:
         return signal * self.squared_size / (self.slope(signal) * self.bin_width)
 
 
-def measure(
-    owner: str, task: Task, public: tuple[Tensor, Tensor] | None, bins: int, generator: torch.Generator | None
-) -> Measurement:
+def measure(owner: str, task: Task, public: Batch | None, bins: int, generator: torch.Generator | None) -> Measurement:
     """Look at public images, through the model as it is."""
     if public is None:
         raise ThreatModelError(f"{owner}: needs public images to place its bins by; pass public=(images, labels)")
+    if task.modality != IMAGE:
+        raise ThreatModelError(f"{owner}: sorts images by their brightness, got a task on {task.modality.name} inputs")
     generator = generator or fresh_generator(task.device)
     images, labels = public[0].to(task.device, task.dtype), public[1].to(task.device)
     fed = task.normalised(images).flatten(1)
@@ -244,24 +249,25 @@ class Pick:
 def pick(bins: Bins, count: int) -> Pick:
     """The `count` best bins of each victim: single images first, the strongest first; NaN where there are no more."""
     victims, total = bins.energy.shape
-    taken = min(count, total)
     # Energy over its sum is below 1, so that no strong mixture comes before a weak single image.
     score = bins.energy / bins.energy.sum(1, keepdim=True).clamp_min(torch.finfo(bins.energy.dtype).tiny)
     score = torch.where(bins.occupied, score + 2.0 * bins.single, -1.0)
-    values, place = score.topk(taken, dim=1)
-    found = values >= 0
+    best, place = score.topk(min(count, total), dim=1)
     index = torch.arange(victims, device=place.device)[:, None]
-    images = bins.images.new_full((victims, count, bins.images.shape[-1]), torch.nan)
-    images[:, :taken] = torch.where(found[..., None], bins.images[index, place], torch.nan)
-    weights = bins.weights.new_zeros(victims, count, COPIES)
-    weights[:, :taken] = bins.weights.transpose(1, 2)[index, place] * found[..., None]
-    certain = torch.zeros(victims, count, dtype=torch.bool, device=place.device)
-    certain[:, :taken] = found & bins.single[index, place]
-    source = torch.full((victims, count), -1, device=place.device)
-    source[:, :taken] = torch.where(found, place, -1)
-    disagreement = bins.disagreement.new_ones(victims, count)
-    disagreement[:, :taken] = torch.where(found, bins.disagreement[index, place], 1.0)
-    return Pick(images, weights, certain, disagreement.mean(1), source)
+
+    def picked(values: Tensor, otherwise: float) -> Tensor:
+        """The values ``[victims, bins, ...]`` of the best bins, and something else where there is none."""
+        result = values.new_full((victims, count, *values.shape[2:]), otherwise)
+        result[:, : place.shape[1]][best >= 0] = values[index, place][best >= 0]
+        return result
+
+    return Pick(
+        images=picked(bins.images, torch.nan),
+        weights=picked(bins.weights.transpose(1, 2), 0),
+        certain=picked(bins.single, False),
+        loss=picked(bins.disagreement, 1).mean(1),
+        source=picked(torch.arange(total, device=place.device).expand(victims, -1), -1),
+    )
 
 
 def as_images(task: Task, picked: Tensor) -> Tensor:
@@ -306,11 +312,26 @@ def labels_of(task: Task, images: Tensor, weights: Tensor, decode_weight: str, d
     return matches.argmax(1)
 
 
-def recover(owner: str, task: Task, bins: Bins, count: int) -> Reconstruction:
-    """The `count` best images of each victim with their labels, out of what all bins of the attack `owner` say."""
-    picked = pick(bins, count)
-    images = as_images(task, picked.images)
-    names = locate(owner, task.parameters, DECODE, DECODE_BIAS)
-    labels = torch.stack([labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)])
-    none = torch.zeros(len(images), dtype=torch.long)
-    return Reconstruction(images, labels, picked.loss, none, certain=picked.certain, execution="batch")
+class ImprintAttack(Attack):
+    """An attack by an imprint block in front of the model; a subclass puts it there and reads its bins."""
+
+    server = "active"
+    finds_labels = True
+
+    @abstractmethod
+    def read(self, task: Task, targets: dict[str, Tensor]) -> Bins:
+        """What each bin holds, ``[victims, bins]``: its image, and whether it is one.
+
+        Args:
+            task: the modified task.
+            targets: the updates, ``[victims, *parameter shape]`` by name.
+        """
+
+    def run(self, problem: Problem) -> Reconstruction:
+        """Read all bins of all victims at once; the best are the images."""
+        task, picked = problem.task, pick(self.read(problem.task, problem.updates), problem.examples)
+        images = as_images(task, picked.images)
+        names = locate(self.name, task.parameters, DECODE, DECODE_BIAS)
+        labels = torch.stack([labels_of(task, *victim, *names) for victim in zip(images, picked.weights, strict=True)])
+        none = torch.zeros(len(images), dtype=torch.long)
+        return Reconstruction(images, labels, picked.loss, none, certain=picked.certain, execution="batch")

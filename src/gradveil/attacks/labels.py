@@ -42,27 +42,25 @@ def check_inferable(owner: str, task: Task) -> None:
         owner: who asks, for the error message.
         task: the model and its loss.
     """
-    if task.loss_name != "cross-entropy":
-        raise ThreatModelError(
-            f"{owner}: labels are inferred from the gradient of the cross-entropy loss, got "
-            f"{task.loss_name or 'a loss of your own'}; use ThreatModel(labels='known', known_labels=...)"
-        )
-    if task.classifier is None:
-        raise ThreatModelError(
-            f"{owner}: the model has no linear classifier to infer labels from; "
-            "use ThreatModel(labels='known', known_labels=...)"
-        )
-    if not {task.classifier.weight, task.classifier.bias} & task.parameters.keys():
-        raise ThreatModelError(
-            f"{owner}: the classifier {task.classifier.weight!r} is frozen, so no update tells labels; "
-            "use ThreatModel(labels='known', known_labels=...)"
-        )
+    obstacle = ""
+    if task.classes is None or task.positions:
+        got = f"one for each of {list(task.positions)} positions" if task.positions else "labels that are no classes"
+        obstacle = f"labels are inferred where every input has one class, got {got}"
+    elif task.loss_name != "cross-entropy":
+        got = task.loss_name or "a loss of your own"
+        obstacle = f"labels are inferred from the gradient of the cross-entropy loss, got {got}"
+    elif task.classifier is None:
+        obstacle = "the model has no linear classifier to infer labels from"
+    elif not {task.classifier.weight, task.classifier.bias} & task.parameters.keys():
+        obstacle = f"the classifier {task.classifier.weight!r} is frozen, so no update tells labels"
+    if obstacle:
+        raise ThreatModelError(f"{owner}: {obstacle}; use ThreatModel(labels='known', known_labels=...)")
 
 
 def find_labels(
     owner: str, task: Task, updates: Sequence[Update], threat: ThreatModel, *, inferred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The labels ``[victims, examples]`` of a problem, and where it is not clear what they are, ``[victims]``.
+    """The labels ``[victims, examples, ...]`` of a problem, and where it is not clear what they are, ``[victims]``.
 
     Args:
         owner: who asks, for the error message.
@@ -121,11 +119,9 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
             "use ThreatModel(labels='known', known_labels=...)"
         )
     pull = bias / weight_of(local, batch_size)  # an update sums the gradients of its steps
-    noise = torch.rand(64, *task.input_shape, generator=derived_generator(0, "labels"), dtype=task.dtype).to(
-        task.device
-    )
-    with torch.no_grad():
-        expected = task.outputs(task.parameters, noise).softmax(1).mean(0)
+    generator, shape = derived_generator(0, "labels"), (64, *task.input_shape)
+    noise = task.modality.start(shape, generator, dtype=task.dtype, device=generator.device).to(task.device)
+    expected = task.outputs(task.parameters, noise).softmax(1).mean(0)
     lacking = batch_size * (expected - pull)
     labels = []
     for _ in range(batch_size):

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem
+from gradveil.attacks.base import ATTACKS
 from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import Batch
 from gradveil.models.base import image_shape
 from gradveil.models.malicious import ClientImprint, Imprinted
 from gradveil.task import Task
@@ -19,7 +18,7 @@ SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.enc
 
 @ATTACKS.register("loki")
 @dataclass(frozen=True, repr=False)
-class Loki(Attack):
+class Loki(imprint.ImprintAttack):
     r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
 
     The block in front of the model is that of `robbing-the-fed` behind a convolution that copies the image into the
@@ -68,20 +67,16 @@ class Loki(Attack):
     """
 
     paper = "Zhao et al., IEEE S&P 2024"
-    server = "active"
-    finds_labels = True
 
     clients: int = integer(10, low=1)
     bins: int = integer(512, low=2)
     drift: float = number(0.1, above=0)
     lr: float = number(0.01, above=0)
 
-    def modify(
-        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
-    ) -> Task:
+    def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """The task with a block for all clients in front of its model, at the weights of client 0."""
-        shape = image_shape(self.name, task.input_shape)
         measured = imprint.measure(self.name, task, public, self.bins, generator)
+        shape = image_shape(self.name, task.input_shape)
         # The drift grows with the square of the signal.
         signal = (self.drift / (self.lr * measured.drift(1.0))) ** 0.5
         values, slope = measured.directions.shape[1], measured.slope(signal)
@@ -106,12 +101,7 @@ class Loki(Attack):
         return task.with_parameters({**parameters, select: kernels, marker: markers})
 
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
-        """What each bin of each client holds, ``[victims, clients * bins]``, client after client.
-
-        Args:
-            task: the modified task.
-            targets: the updates, ``[victims, *parameter shape]`` by name.
-        """
+        """What each bin of each client holds, ``[victims, clients * bins]``, client after client."""
         (weight,) = imprint.locate(self.name, targets, ENCODE)
         victims, rows, columns = targets[weight].shape
         values = columns // self.clients - 1
@@ -121,16 +111,8 @@ class Loki(Attack):
             own = targets[weight][:, :, client * values : (client + 1) * values]
             marks = targets[weight][:, :, self.clients * values + client]
             read.append(imprint.read(own.reshape(*shape, values), marks.reshape(shape)))
-        return imprint.Bins(
-            images=torch.cat([bins.images for bins in read], 1),
-            weights=torch.cat([bins.weights for bins in read], 2),
-            energy=torch.cat([bins.energy for bins in read], 1),
-            occupied=torch.cat([bins.occupied for bins in read], 1),
-            single=torch.cat([bins.single for bins in read], 1),
-            disagreement=torch.cat([bins.disagreement for bins in read], 1),
-        )
-
-    def run(self, problem: Problem) -> Reconstruction:
-        """Read the blocks of all clients; the best bins are the images."""
-        task = problem.task
-        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)
+        joined = {
+            name: torch.cat([getattr(bins, name) for bins in read], 2 if name == "weights" else 1)
+            for name in vars(read[0])
+        }
+        return imprint.Bins(**joined)

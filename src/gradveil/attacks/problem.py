@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.threat import ThreatModel
+from gradveil.defenses.base import Batch
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.modality import Modality
@@ -16,8 +17,8 @@ from gradveil.update import Rounds, Update
 Progress = Callable[[int, int, float], None] | None
 """Called with (steps done, steps in all, seconds left) after every step; None: nobody listens."""
 
-Observed = Mapping[str, Tensor] | Rounds
-"""What the server saw of one victim: an update (a plain mapping of gradients is one too), or several rounds of it."""
+Observed = Mapping[str, Tensor] | Rounds | Sequence[Mapping[str, Tensor] | Rounds]
+"""What the server saw of one victim or several: an update (a plain mapping of gradients is one, too), or rounds."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Problem:
     Args:
         rounds: each observed round's task, at the weights the victims saw, and their updates ``[victims, ...]`` by
             name; the same victims in the same order in each.
-        labels: ``[victims, examples]``, known or inferred; zeros for an attack that finds them itself.
+        labels: ``[victims, examples, ...]``, known or inferred; zeros for an attack that finds them itself.
         threat: what the attacker may know and use.
         generator: the attacker's randomness.
         knowledge: how someone who knows the defense uses that; None: the plain attack.
@@ -68,6 +69,11 @@ class Problem:
         return self.task.modality
 
     @property
+    def public(self) -> Batch:
+        """Inputs and labels that anybody may have; refused where the threat model does not grant them."""
+        return granted_public("this attack", self.task, self.threat)
+
+    @property
     def victims(self) -> int:
         """How many there are."""
         return len(self.labels)
@@ -83,9 +89,19 @@ class Problem:
         return self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
 
 
-def observed_rounds(
-    owner: str, task: Task, updates: Observed | Sequence[Observed], threat: ThreatModel
-) -> list[tuple[Task, list[Update]]]:
+def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:
+    """The public data as the task takes it, checked; refused where the threat model does not grant any."""
+    if threat.public is None:
+        raise ThreatModelError(
+            f"{owner}: needs public data, which this threat model does not grant; "
+            "use ThreatModel(public=(inputs, labels))"
+        )
+    inputs, labels = threat.public[0].to(task.device, task.dtype), threat.public[1].to(task.device)
+    task.check(inputs, labels)
+    return inputs, labels
+
+
+def observed_rounds(owner: str, task: Task, updates: Observed, threat: ThreatModel) -> list[tuple[Task, list[Update]]]:
     """Each round's task and its updates, one per victim; refused where they do not fit each other or the threat model.
 
     Args:
@@ -132,8 +148,8 @@ def _mean_of(update: Update) -> Update:
 def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -> None:
     if update.meta.samples and (update.meta.samples, update.meta.local) != (threat.batch_size, threat.local):
         raise ThreatModelError(
-            f"{owner}: the update comes from {update.meta.samples} images and local steps {update.meta.local}, but the "
-            f"threat model says {threat.batch_size} and {threat.local}; make them agree"
+            f"{owner}: the update comes from {update.meta.samples} {task.modality.unit}s and local steps "
+            f"{update.meta.local}, but the threat model says {threat.batch_size} and {threat.local}; make them agree"
         )
     expected = {name: tuple(value.shape) for name, value in task.parameters.items()}
     got = {name: tuple(value.shape) for name, value in update.items()}

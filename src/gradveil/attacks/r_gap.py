@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import integer
 from gradveil.errors import InputError, ThreatModelError
 from gradveil.task import Task
-from gradveil.theory.rank import Leaf, trace, why_impassable
+from gradveil.theory.rank import Leaf, geometry, trace, why_impassable
 
 # Inverting a sigmoid needs its output strictly inside (0, 1).
 _EDGE = 1e-15
+_CONVERGED = 1e-13  # of the gradient of a least-squares problem: the share of the first one that is left
 
 
 @ATTACKS.register("r-gap")
@@ -80,6 +81,8 @@ class RGap(Attack):
             )
         if task.loss_name is None:
             raise ThreatModelError(f"{self.name}: must know how the loss is inverted: use cross-entropy or logistic")
+        if threat.known_labels is not None and threat.known_labels.is_floating_point():
+            raise ThreatModelError(f"{self.name}: known_labels must be class numbers, got probabilities")
         chain = _chain(task)
         if task.classifier is None or not isinstance(chain[-1].module, nn.Linear):
             raise InputError(f"{self.name}: the model must end in a linear classifier, got {chain[-1].name!r}")
@@ -161,7 +164,7 @@ class RGap(Attack):
         self, leaf: Leaf, conv: nn.Conv2d, outputs: Tensor, signal: Tensor, known: Tensor, gradient: Tensor
     ) -> tuple[Tensor, Tensor]:
         shape = (len(outputs), *leaf.inputs.shape[1:])
-        options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+        options = geometry(conv)
         if conv.bias is not None:
             outputs = outputs - conv.bias[:, None, None]
         size = signal.flatten(1).norm(dim=1).clamp_min(torch.finfo(signal.dtype).tiny)
@@ -188,7 +191,6 @@ def least_squares(
     wanted: tuple[Tensor, Tensor],
     shape: tuple[int, ...],
     steps: int,
-    tolerance: float = 1e-13,
 ) -> Tensor:
     """Solve many independent least-squares problems by CGLS; where the solution is not unique, the smallest one.
 
@@ -197,8 +199,7 @@ def least_squares(
         transpose: its transpose.
         wanted: what the map should give.
         shape: of the solution.
-        steps: at most that many.
-        tolerance: a problem has converged when the gradient has shrunk to this share of the first one.
+        steps: at most that many; a problem has converged when its gradient has shrunk by `_CONVERGED`.
     """
 
     def square(*tensors: Tensor) -> Tensor:
@@ -212,7 +213,7 @@ def least_squares(
     solution = wanted[0].new_zeros(shape)
     slope = transpose(*residual)
     direction, energy = slope, square(slope)
-    target = tolerance**2 * energy
+    target = _CONVERGED**2 * energy
     for _ in range(steps):
         active = energy > target
         if not active.any():
@@ -237,9 +238,7 @@ def _chain(task: Task) -> list[Leaf]:
 
 def _transposed(conv: nn.Conv2d, shape: tuple[int, ...], signal: Tensor) -> Tensor:
     """From an error signal at a convolution's output to the one at its input of that shape."""
-    result: Tensor = conv2d_input(  # type: ignore[no-untyped-call]
-        shape, conv.weight, signal, stride=conv.stride, padding=conv.padding, dilation=conv.dilation
-    )
+    result: Tensor = conv2d_input(shape, conv.weight, signal, **geometry(conv))  # type: ignore[no-untyped-call]
     return result
 
 

@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks import imprint
-from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem
+from gradveil.attacks.base import ATTACKS
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.parameters import integer, number
+from gradveil.defenses.base import Batch
 from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
@@ -20,7 +19,7 @@ ENCODE, ENCODE_BIAS = "imprint.encode.weight", "imprint.encode.bias"
 
 @ATTACKS.register("robbing-the-fed")
 @dataclass(frozen=True, repr=False)
-class RobbingTheFed(Attack):
+class RobbingTheFed(imprint.ImprintAttack):
     r"""Put a linear layer in front of the model that sorts images into bins, and read each bin off its rows.
 
     .. math:: x = \frac{\nabla W_i - \nabla W_{i+1}}{\nabla b_i - \nabla b_{i+1}}
@@ -61,15 +60,11 @@ class RobbingTheFed(Attack):
     """
 
     paper = "Fowl et al., ICLR 2022"
-    server = "active"
-    finds_labels = True
 
     bins: int = integer(128, low=2)
     signal: float = number(100.0, above=0)
 
-    def modify(
-        self, task: Task, *, public: tuple[Tensor, Tensor] | None = None, generator: torch.Generator | None = None
-    ) -> Task:
+    def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
         """The task with an imprint block in front of its model."""
         measured = imprint.measure(self.name, task, public, self.bins, generator)
         values, slope = measured.directions.shape[1], measured.slope(self.signal)
@@ -89,18 +84,8 @@ class RobbingTheFed(Attack):
             )
 
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
-        """What each bin holds, ``[victims, bins]``: its image, and whether it is one.
-
-        Args:
-            task: the modified task.
-            targets: the updates, ``[victims, *parameter shape]`` by name.
-        """
+        """The differences of neighbouring rows, all victims at once."""
         weight, bias = imprint.locate(self.name, targets, ENCODE, ENCODE_BIAS)
         victims, rows, values = targets[weight].shape
         shape = (victims, imprint.COPIES, rows // imprint.COPIES)
         return imprint.read(targets[weight].view(*shape, values), targets[bias].view(shape))
-
-    def run(self, problem: Problem) -> Reconstruction:
-        """Read all bins of all victims at once; the best are the images."""
-        task = problem.task
-        return imprint.recover(self.name, task, self.read(task, problem.updates), problem.threat.batch_size)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.defenses import Defense
+from gradveil.defenses.base import Batch
 from gradveil.errors import ParameterError
 from gradveil.update import LocalSteps
 
@@ -22,10 +23,12 @@ class ThreatModel:
         defense: the defense in use.
         local: the clients' local steps (FedAvg); None: each update is a single gradient.
         server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
-        known_labels: ``[victims, batch_size]``, only with ``labels="known"``.
+        known_labels: ``[victims, batch_size, ...]``, as the task takes them; only with ``labels="known"``.
         statistics: batch-norm buffers after the victims' step, ``[victims, ...]`` by name, if the attacker sees them
             (they travel in ``update.meta.buffers``); None: it does not.
         rounds: how many rounds of each victim, on the same data, the attacker saw (see `gradveil.Rounds`).
+        public: inputs and labels that anybody may have, none of them a victim's, which the attacker may learn from;
+            None: it has none.
 
     Example:
         >>> import torch
@@ -42,6 +45,7 @@ class ThreatModel:
     known_labels: Tensor | None = None
     statistics: dict[str, Tensor] | None = None
     rounds: int = 1
+    public: Batch | None = None
 
     def __post_init__(self) -> None:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])

@@ -3,16 +3,17 @@
 An audit, an experiment and a test all go the same way::
 
     stage = prepare(task, defense, attack, public=public, seed=0)
-    seen = observe(Case(stage, attack, victims))
+    seen = observe(fit(Case(stage, attack, victims)))
     scores = score(seen, attack_on(seen), scorer)
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -23,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil import checks, metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
+from gradveil.audit.rows import NORMS
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, ParameterError
@@ -34,8 +36,6 @@ from gradveil.update import LocalSteps, Rounds, Update, compute_update
 
 Batch = tuple[Tensor, Tensor]
 Memory = dict[str, Tensor]
-
-NORMS = ("train", "inference")
 
 
 def build_task(
@@ -75,8 +75,21 @@ def build_task(
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
-    modality = dataset.train.modality
-    return Task(net.to(device), loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    net, modality = net.to(usable_device(device)), dataset.train.modality
+    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name, if torch can compute on it here.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
+        reason = str(error).partition("\n")[0]
+        raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
@@ -236,6 +249,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
+            public=self.stage.public if self.attack.needs_public else None,
         )
 
     def randomness(self, *path: object) -> torch.Generator:
@@ -327,9 +341,8 @@ def _share(
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
     stage, victims = case.stage, case.victims
-    if {name: v.shape for name, v in stage.task.parameters.items()} != {
-        name: v.shape for name, v in stage.sent.parameters.items()
-    }:
+    trained, sent = ({name: v.shape for name, v in one.parameters.items()} for one in (stage.task, stage.sent))
+    if trained != sent:
         return None
     powers = []
     for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
@@ -360,10 +373,19 @@ def bound(case: Case) -> float | None:
     return None if found is None else found.mse
 
 
+def fit(case: Case, *, progress: Progress = None) -> Case:
+    """The case with an attacker who has learned what it can before it sees an update; most have nothing to learn."""
+    if not case.attack.needs_public:
+        return case
+    threat = case.threat(case.victims.batch_size, case.victims.targets)
+    randomness = case.randomness("fit", str(case.attack))
+    return replace(case, attack=case.attack.fit(case.stage.task, threat, generator=randomness, progress=progress))
+
+
 def attack_on(
     observation: Observation, *, progress: Progress | None = None, execution: str | None = None
 ) -> Reconstruction:
-    """Attack what was observed; an attacker who learns is fitted first.
+    """Attack what was observed; an attacker who learns must have been fitted (`fit`).
 
     Args:
         observation: what the attacker sees.
@@ -400,7 +422,8 @@ class Score:
         metrics: mean over the examples by metric, with ``label_correct`` and ``leaked``.
         trained_on: the metrics against what the clients truly used, where the defense changed that.
         loss: the attacker's own at the end, in the mean over the updates where they were attacked one by one.
-        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``; None: there was no search, or it left the numbers.
+        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``, each None if there was no search, or if it went
+            beyond all numbers.
         iterations: of the longest search.
         seconds: its share of the wall time.
     """
@@ -409,7 +432,7 @@ class Score:
     metrics: Mapping[str, float | None]
     trained_on: Mapping[str, float | None] | None
     loss: float | None
-    losses: Mapping[str, float | tuple[float, ...]] | None
+    losses: Mapping[str, Any]
     iterations: int
     seconds: float
 
@@ -443,9 +466,9 @@ def score(
         used = observation.trained_on[place]
         results.append(
             Score(
-                inputs=inputs[place],
-                metrics=dict(scorer.score(victims.inputs[place], *guess)),  # type: ignore[arg-type]
-                trained_on=None if used is None else dict(scorer.score(used.float().cpu(), *guess)),  # type: ignore[arg-type]
+                inputs=inputs[place].cpu(),
+                metrics=scorer.score(victims.inputs[place], *guess),
+                trained_on=None if used is None else scorer.score(used.float().cpu(), *guess),
                 loss=finite(float(losses[place].mean())),
                 losses=_losses(found, place, count),
                 iterations=int(steps[place].max()),
@@ -455,15 +478,18 @@ def score(
     return results
 
 
-def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, float | tuple[float, ...]] | None:
+NO_LOSSES: Mapping[str, Any] = {"loss_start": None, "loss_late": None, "loss_restarts": None}
+
+
+def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, Any]:
     """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
     history = found.history
     if history is None:
-        return None
+        return NO_LOSSES
     start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (history.start, history.late))
     restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[place].mean(0).tolist()
     if not all(map(math.isfinite, [start, late, *restarts])):
-        return None
+        return NO_LOSSES
     return {"loss_start": start, "loss_late": late, "loss_restarts": tuple(restarts)}
 
 

@@ -1,8 +1,5 @@
 """Everything an audit depends on, so that equal configs give equal rows."""
 
-import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,22 +8,17 @@ from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
 from gradveil.audit.match import Price
-from gradveil.audit.store import command_line
+from gradveil.audit.rows import NORMS, SETTINGS, Settings, with_lists, with_tuples
+from gradveil.audit.store import command_line, read_json
 from gradveil.defenses import create as create_defense
-from gradveil.errors import DataError, ParameterError
+from gradveil.errors import ParameterError
+from gradveil.federation.digests import json_digest
 from gradveil.registry import format_spec, parse_spec
-
-DEFENSES = (
-    "none",
-    "gaussian-noise:std=0.3",
-    "dual-pruning:k1=0.05,k2=0.75+error-feedback",
-    "gradient-dropout:keep=0.8,std=0.005",
-)
-ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
+from gradveil.update import LocalSteps
 
 
 @dataclass(frozen=True)
-class AuditConfig:
+class AuditConfig(Settings):
     """What is audited. Two equal configs give the same rows, to the bit, on the same machine.
 
     Names are written out in full when the config is made, so that ``std=.1`` and ``std=0.1`` are one defense.
@@ -52,6 +44,16 @@ class AuditConfig:
         client_batch: images a client trains on in a round.
         lr: learning rate of that training.
         seed: everything random derives from it.
+        local_epochs: FedAvg: the clients' local passes over their examples; None: a single gradient.
+        local_batch: FedAvg: examples per local step; None: all of them.
+        local_lr: FedAvg: learning rate of the local steps.
+        observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
+            a step of `lr` along the mean update.
+        weights: safetensors file of the user's own weights; None: the initial ones.
+        norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model comes.
+        mean: the model's normalisation, one number per channel or column, with `std`; None: none.
+        std: likewise.
+        device: where everything is computed.
 
     Example:
         >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
@@ -59,28 +61,19 @@ class AuditConfig:
         (('none', 'gaussian-noise:std=0.1'), ('idlg:iterations=300,restarts=1,mute=none',))
     """
 
-    dataset: str = "mnist"
-    model: str = "lenet:init=uniform"
-    defenses: tuple[str, ...] = DEFENSES
-    attacks: tuple[str, ...] = ATTACKS
-    victims: int = 8
-    batch_size: int = 1
-    labels: str = "infer"
-    adaptive: bool | None = None
-    aggregated: int = 1
-    match: str | None = None
-    chunk: int = 8
-    rounds: int = 500
-    clients: int = 8
-    client_batch: int = 16
-    lr: float = 0.015
-    seed: int = 0
-
     def __post_init__(self) -> None:
-        for name in ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch"):
+        counts = ("victims", "batch_size", "aggregated", "chunk", "rounds", "clients", "client_batch")
+        for name in (*counts, "observed_rounds"):
             checks.integer("audit", name, getattr(self, name), low=1)
+        if self.local_batch is not None and self.local_epochs is None:
+            raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
+        epochs = 1 if self.local_epochs is None else self.local_epochs
+        LocalSteps(epochs, self.local_batch, self.local_lr)  # which checks them
+        if self.norms is not None:
+            checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
-        for name in ("dataset", "model", "labels", *(["match"] if self.match is not None else [])):
+        said = [name for name in ("match", "weights") if getattr(self, name) is not None]
+        for name in ("dataset", "model", "labels", "device", *said):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
             specs = getattr(self, name)
@@ -108,6 +101,11 @@ class AuditConfig:
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))
 
     @property
+    def local(self) -> LocalSteps | None:
+        """The clients' local steps."""
+        return None if self.local_epochs is None else LocalSteps(self.local_epochs, self.local_batch, self.local_lr)
+
+    @property
     def command(self) -> str:
         """The command that runs this audit again."""
         return command_line(self.to_json())
@@ -115,23 +113,18 @@ class AuditConfig:
     @property
     def digest(self) -> str:
         """Eight hex digits that differ between different configs."""
-        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:8]
+        return json_digest(self.to_json())[:8]
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value for name, value in dataclasses.asdict(self).items()
-        }
+        return with_lists(vars(self))
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
         """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
-        kept = {name: value for name, value in fields.items() if name in schema.SETTINGS}
-        schema.check("config.json", kept, schema.SETTINGS)
-        values: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in kept.items()
-        }
-        return cls(**values)
+        kept = {name: value for name, value in fields.items() if name in SETTINGS}
+        schema.check("config.json", kept, SETTINGS)
+        return cls(**with_tuples(kept))
 
 
 def _check_text(name: str, value: object) -> None:
@@ -160,12 +153,4 @@ def _refuse_equal_but_for_strength(specs: list[str]) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """What config.json holds; anything that is not one raises `DataError`."""
-    try:
-        fields = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: expected JSON, got something else ({error}); choose another --out") from error
-    if not isinstance(fields, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(fields).__name__}; choose another --out")
-    return fields
+    return read_json(path, "choose another --out")

@@ -7,17 +7,19 @@ that a folder names.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, TypeVar
 
-from gradveil.audit import schema
-from gradveil.audit.schema import refuse, short
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, JsonLines, Row, command_line
-from gradveil.errors import DataError, OutputError
+from gradveil.audit import schema, store
+from gradveil.audit.rows import CONFIG_SCHEMA, STAMPS, VERSION, MatchRow, ResultRow, Row, UtilityRow
+from gradveil.audit.schema import DIGEST, Json, refuse, short
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, JsonLines, read_lines
+from gradveil.errors import DataError, OutputError, UnknownNameError
+from gradveil.metrics import METRICS, Metric
+from gradveil.modality import MODALITIES, Modality
 from gradveil.registry import parse_spec
 
-LARGEST_CONFIG = 64 * 2**20
-LARGEST_ROWS = 512 * 2**20
 MOST_ROWS = 1_000_000
+R = TypeVar("R", bound=Row)
 
 
 @dataclass(frozen=True)
@@ -29,34 +31,44 @@ class Rows:
         ('results.jsonl',)
     """
 
-    results: Sequence[Row]
-    utility: Sequence[Row]
-    matches: Sequence[Row]
+    results: Sequence[ResultRow]
+    utility: Sequence[UtilityRow]
+    matches: Sequence[MatchRow]
     torn: tuple[str, ...]
 
 
-class SealedLines(JsonLines):
-    """Rows of one audit: each is appended with the identity of the audit and a digest of its own.
+class SealedLines(Generic[R]):
+    """Rows of one audit on disk: each is checked, then appended with the identity of the audit and its own digest.
 
     Args:
         path: the file, which `read_rows` has checked; a last line that was cut short is dropped.
-        audit: the identity, which is the digest of config.json.
+        kind: of its rows.
+        config: of the audit.
 
     Example:
         >>> import tempfile
-        >>> lines = SealedLines(Path(tempfile.mkdtemp()) / "rows.jsonl", "0123456789abcdef")
-        >>> lines.append([{"victim": 0}])
-        >>> sorted(lines.rows[0])
-        ['audit', 'digest', 'victim']
+        >>> path = Path(tempfile.mkdtemp()) / "match.jsonl"
+        >>> lines = SealedLines(path, MatchRow, {"digest": "0123456789abcdef", "metrics": {}})
+        >>> price = {"kind": "power", "target": 0.5, "tolerance": 0.05, "cost": 0.48, "tries": 4, "reason": None}
+        >>> lines.append([MatchRow(asked="top-k", found="top-k:keep=0.1", **price)])
+        >>> lines.rows[0].found, sorted(JsonLines(path).rows[0])[1:4]
+        ('top-k:keep=0.1', ['audit', 'cost', 'digest'])
     """
 
-    def __init__(self, path: Path, audit: str) -> None:
-        super().__init__(path)
-        self.audit = audit
+    def __init__(self, path: Path, kind: type[R], config: Json) -> None:
+        self._lines = JsonLines(path)
+        self._audit = config[DIGEST]
+        self._schema = {**kind.schema(metrics_of(config)), **STAMPS}
+        self.rows = [kind.from_json(values) for values in self._lines.rows]
 
-    def append(self, rows: Iterable[Row]) -> None:
+    def append(self, rows: Iterable[R]) -> None:
         """Add rows and wait until they are on disk."""
-        super().append(schema.sealed({**row, "audit": self.audit}) for row in rows)
+        rows = list(rows)
+        sealed = [schema.sealed({**row.to_json(), "audit": self._audit}) for row in rows]
+        for values in sealed:
+            schema.check(f"a row for {self._lines.path.name}", values, self._schema, "mend what computes it")
+        self._lines.append(sealed)
+        self.rows += rows
 
 
 def is_model_file(model: str) -> bool:
@@ -69,56 +81,63 @@ def is_model_file(model: str) -> bool:
     return "@" in name or name.endswith(".py")
 
 
-def read_audit(folder: Path) -> Row:
+def modality_of(config: Mapping[str, Any]) -> Modality:
+    """The modality of an audit."""
+    return MODALITIES.create(config["modality"])
+
+
+def metrics_of(config: Mapping[str, Any]) -> list[Metric]:
+    """The metrics of an audit, in the order in which tables show them."""
+    return [METRICS.get(name) for name in config["metrics"]]
+
+
+def read_audit(folder: Path) -> Json:
     """What config.json says, each key of its type and in its range, all of them in agreement."""
     refuse_links(folder)
     path = folder / CONFIG
     if not path.is_file():
         raise DataError(f"{path}: no such file, so this is not an audit folder; `gradveil audit --out DIR` makes one")
-    config = schema.parse(CONFIG, _content(path, LARGEST_CONFIG))
+    config = store.read_json(path)
     check_config(config)
     return config
 
 
-def check_config(config: Row) -> None:
+def check_config(config: Json) -> None:
     """Refuse a config.json that no audit can have written."""
-    schema.check(CONFIG, config, schema.CONFIG_SCHEMA)
+    if (version := config.get("version", "none")) != VERSION:
+        raise DataError(
+            f"{CONFIG}: expected an audit folder of version {VERSION}, got {short(version)}; run the audit again into "
+            "another folder, or read this one with the gradveil that wrote it"
+        )
+    schema.check(CONFIG, config, CONFIG_SCHEMA)
     _check_methods(config)
+    _check_metrics(config)
     _check_victims(config)
-    if len(config["input_shape"]) != 3:
-        refuse(CONFIG, "input_shape", "three whole numbers", short(config["input_shape"]))
     if is_model_file(config["model"]) != (config["model_file_digest"] is not None):
         expected = "the digest of the model's file, and null where the model is no file"
         refuse(CONFIG, "model_file_digest", expected, short(config["model_file_digest"]))
-    if config["command"] != (expected := command_line(config)):
+    if config["command"] != (expected := store.command_line(config)):
         refuse(CONFIG, "command", f"the command of these settings ({short(expected)})", short(config["command"]))
     schema.check_seal(CONFIG, config)
 
 
-def read_rows(folder: Path, config: Row) -> Rows:
+def read_rows(folder: Path, config: Json) -> Rows:
     """The rows of a folder, all of them of the audit that `config` describes.
 
     A last line that was cut short by a kill is left out and its file named in `torn`; anything else that is broken,
     or that says another audit, raises `DataError` with the file and the line.
     """
     torn: list[str] = []
-    matches = _read(folder / MATCHES, schema.MATCH_SCHEMA, config, torn, lambda where, row: _match(where, row, config))
+    matches = _read(folder / MATCHES, MatchRow, config, torn, lambda where, row: _match(where, row, config))
     attacked = strengths(config, matches)
-    results = _read(
-        folder / RESULTS, schema.RESULT_SCHEMA, config, torn, lambda where, row: _result(where, row, config, attacked)
-    )
-    utility = _read(
-        folder / UTILITY, schema.UTILITY_SCHEMA, config, torn, lambda where, row: _utility(where, row, attacked)
-    )
-    _refuse_repeats(MATCHES, matches, "asked")
-    _refuse_repeats(RESULTS, results, "defense_spec", "attack_spec", "adaptive", "victim")
-    _refuse_repeats(UTILITY, utility, "defense_spec")
+    results = _read(folder / RESULTS, ResultRow, config, torn, lambda where, row: _result(where, row, config, attacked))
+    utility = _read(folder / UTILITY, UtilityRow, config, torn, lambda where, row: _asked(where, row, attacked))
     return Rows(results, utility, matches, tuple(torn))
 
 
-def strengths(config: Mapping[str, Any], matches: Sequence[Row]) -> dict[str, str]:
+def strengths(config: Mapping[str, Any], matches: Sequence[MatchRow]) -> dict[str, str]:
     """The defenses as they were asked for, by how they are attacked; those that a match left out are not there."""
-    found = {row["asked"]: row["found"] for row in matches}
+    found = {row.asked: row.found for row in matches}
     attacked = {asked: found.get(asked, asked) for asked in config["defenses"]}
     return {spec: asked for asked, spec in attacked.items() if spec is not None}
 
@@ -142,7 +161,7 @@ def refuse_links(folder: Path) -> None:
 # -- checks of the config ----------------------------------------------------------------------------------------------
 
 
-def _check_methods(config: Row) -> None:
+def _check_methods(config: Json) -> None:
     for key in ("defenses", "attacks"):
         repeated = [spec for spec in config[key] if config[key].count(spec) > 1]
         if repeated or not config[key]:
@@ -155,111 +174,92 @@ def _check_methods(config: Row) -> None:
     for spec in config["generic"]:
         if spec not in config["defenses"]:
             refuse(CONFIG, "generic", "a list of defenses of this audit", short(spec))
+    for spec in config["caveats"]:
+        if spec not in [*config["defenses"], *config["attacks"]]:
+            refuse(CONFIG, "caveats", "an object of defenses and attacks of this audit", short(spec))
     rows = len(known) * config["victims"]
     if rows > MOST_ROWS:
         refuse(CONFIG, "victims", f"few enough for {MOST_ROWS:,} rows", f"{rows:,} rows")
 
 
-def _check_victims(config: Row) -> None:
-    labels, images = config["victim_labels"], config["batch_size"] * config["aggregated"]
-    if len(labels) != config["victims"] or any(len(one) != images for one in labels):
-        refuse(CONFIG, "victim_labels", f"{config['victims']} lists of {images} labels", short(labels))
-    outside = [label for one in labels for label in one if label >= len(config["classes"])]
-    if outside:
-        refuse(CONFIG, "victim_labels", f"labels below {len(config['classes'])}, the classes", short(outside[0]))
+def _check_metrics(config: Json) -> None:
+    try:
+        modality, metrics = modality_of(config), metrics_of(config)
+    except UnknownNameError as error:
+        raise DataError(f"{CONFIG}: {error}; if a package of your own adds it, import that first") from error
+    wrong = any(modality.name not in metric.modalities for metric in metrics)
+    if wrong or not config["metrics"].get(modality.primary):
+        expected = f"metrics for {modality.name}, {modality.primary} among them"
+        refuse(CONFIG, "metrics", expected, short([*config["metrics"]]))
+    if modality.dimensions not in (None, len(config["input_shape"])):
+        refuse(CONFIG, "input_shape", f"{modality.dimensions} whole numbers", short(config["input_shape"]))
+
+
+def _check_victims(config: Json) -> None:
+    labels, examples = config["victim_labels"], config["batch_size"] * config["aggregated"]
+    if len(labels) != config["victims"] or any(len(one) != examples for one in labels):
+        refuse(CONFIG, "victim_labels", f"{config['victims']} lists of {examples} labels", short(labels))
+    if classes := len(config["classes"]):
+        outside = [label for one in labels for label in one if not schema.whole(0, classes - 1).holds(label)]
+        if outside:
+            refuse(CONFIG, "victim_labels", f"labels below {classes}, the classes", short(outside[0]))
 
 
 # -- checks of the rows ------------------------------------------------------------------------------------------------
 
 
-def _read(
-    path: Path, kinds: schema.Schema, config: Row, torn: list[str], check: Callable[[str, Row], None]
-) -> list[Row]:
-    if not path.exists():
-        return []
-    *lines, rest = _content(path, LARGEST_ROWS).split(b"\n")
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            where = f"{path.name} line {number}"
-            rows.append(_checked(where, schema.parse(where, line), kinds, config, check))
-    if rest.strip():
-        where = f"{path.name} line {len(lines) + 1}"
-        try:
-            last = schema.parse(where, rest)
-        except DataError:
-            torn.append(path.name)  # a kill can cut only the last line short, which then has no line end
-        else:
-            rows.append(_checked(where, last, kinds, config, check))
-    return rows
-
-
-def _checked(where: str, row: Row, kinds: schema.Schema, config: Row, check: Callable[[str, Row], None]) -> Row:
-    schema.check(where, row, kinds)
-    for key in ("dataset", "model", "seed", "batch_size", "aggregated"):
-        if key in row and row[key] != config[key]:
-            _refuse_another(where, key, short(config[key]), short(row[key]))
-    check(where, row)
-    if row["audit"] != config[schema.DIGEST]:
-        _refuse_another(where, "audit", config[schema.DIGEST], row["audit"])
-    schema.check_seal(where, row)
-    return row
+def _read(path: Path, kind: type[R], config: Json, torn: list[str], check: Callable[[str, R], object]) -> list[R]:
+    found = read_lines(path)
+    if found.torn:
+        torn.append(path.name)
+    kinds = {**kind.schema(metrics_of(config)), **STAMPS}
+    rows: dict[tuple[Any, ...], R] = {}
+    for where, values in found.rows:
+        schema.check(where, values, kinds)
+        for key in ("dataset", "model", "seed", "batch_size", "aggregated"):
+            if key in values and values[key] != config[key]:
+                _refuse_another(where, key, short(config[key]), short(values[key]))
+        row = kind.from_json(values)
+        check(where, row)
+        if values["audit"] != config[DIGEST]:
+            _refuse_another(where, "audit", config[DIGEST], values["audit"])
+        schema.check_seal(where, values)
+        if row.key in rows:
+            words = ", ".join(map(str, row.key))
+            raise DataError(f"{path.name}: two rows for ({words}) would be counted twice; remove one of them")
+        rows[row.key] = row
+    return list(rows.values())
 
 
 def _refuse_another(where: str, key: str, expected: str, got: str) -> NoReturn:
     refuse(where, key, f"{expected}, as {CONFIG} has it", f"{got}, a row of another audit")
 
 
-def _result(where: str, row: Row, config: Row, attacked: Mapping[str, str]) -> None:
-    if row["victim"] >= config["victims"]:
-        refuse(where, "victim", f"a number below {config['victims']}, the victims of the audit", str(row["victim"]))
-    if row["attack_spec"] == BLIND_GUESS:
-        if row["defense_spec"] is not None or row["adaptive"]:
-            refuse(where, "defense_spec", "null for the blind guess", short(row["defense_spec"]))
+def _result(where: str, row: ResultRow, config: Json, attacked: Mapping[str, str]) -> None:
+    if row.victim >= config["victims"]:
+        refuse(where, "victim", f"a number below {config['victims']}, the victims of the audit", str(row.victim))
+    if row.attack_spec == BLIND_GUESS:
+        if row.defense_spec is not None or row.adaptive:
+            refuse(where, "defense_spec", "null for the blind guess", short(row.defense_spec))
         return
     asked = _asked(where, row, attacked)
-    if row["attack_spec"] not in config["attacks"]:
-        refuse(where, "attack_spec", "an attack of the audit", short(row["attack_spec"]))
-    adapted = [asked, row["attack_spec"]] in config["adapted"]
-    if row["adaptive"] != adapted and (row["adaptive"] or config["adaptive"]):
-        refuse(where, "adaptive", f"{adapted}, as {CONFIG} has it", str(row["adaptive"]))
+    if row.attack_spec not in config["attacks"]:
+        refuse(where, "attack_spec", "an attack of the audit", short(row.attack_spec))
+    adapted = [asked, row.attack_spec] in config["adapted"]
+    if row.adaptive != adapted and (row.adaptive or config["adaptive"]):
+        refuse(where, "adaptive", f"{adapted}, as {CONFIG} has it", str(row.adaptive))
 
 
-def _utility(where: str, row: Row, attacked: Mapping[str, str]) -> None:
-    _asked(where, row, attacked)
-
-
-def _match(where: str, row: Row, config: Row) -> None:
-    if row["asked"] not in config["defenses"]:
-        refuse(where, "asked", "a defense of the audit", short(row["asked"]))
-    if config["match"] != (price := f"{row['kind']}={row['target']:g}"):
+def _match(where: str, row: MatchRow, config: Json) -> None:
+    if row.asked not in config["defenses"]:
+        refuse(where, "asked", "a defense of the audit", short(row.asked))
+    if config["match"] != (price := f"{row.kind}={row.target:g}"):
         refuse(where, "target", f"the price of the audit ({config['match'] or 'none'})", price)
-    if row["found"] is not None and row["found"].partition(":")[0] != row["asked"].partition(":")[0]:
-        refuse(where, "found", f"{short(row['asked'])} at some strength", short(row["found"]))
+    if row.found is not None and row.found.partition(":")[0] != row.asked.partition(":")[0]:
+        refuse(where, "found", f"{short(row.asked)} at some strength", short(row.found))
 
 
-def _asked(where: str, row: Row, attacked: Mapping[str, str]) -> str:
-    if row["defense_spec"] not in attacked:
-        refuse(where, "defense_spec", "a defense of the audit", short(row["defense_spec"]))
-    return attacked[row["defense_spec"]]
-
-
-def _refuse_repeats(file: str, rows: Sequence[Row], *keys: str) -> None:
-    seen = set()
-    for row in rows:
-        key = tuple(row[name] for name in keys)
-        if key in seen:
-            words = ", ".join(str(part) for part in key)
-            raise DataError(f"{file}: two rows for ({words}) would be counted twice; remove one of them")
-        seen.add(key)
-
-
-def _content(path: Path, most: int) -> bytes:
-    try:
-        if not path.is_file():
-            raise DataError(f"{path.name}: expected a file, got something else; remove it or choose another folder")
-        if (size := path.stat().st_size) > most:
-            raise DataError(f"{path.name}: expected at most {most:,} bytes, got {size:,}; this is no file of an audit")
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path.name}: expected a file that can be read, got {error.strerror}") from error
+def _asked(where: str, row: ResultRow | UtilityRow, attacked: Mapping[str, str]) -> str:
+    if row.defense_spec is None or row.defense_spec not in attacked:
+        refuse(where, "defense_spec", "a defense of the audit", short(row.defense_spec))
+    return attacked[row.defense_spec]

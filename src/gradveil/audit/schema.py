@@ -1,10 +1,10 @@
-"""What the files of an audit folder may hold: a kind for every key, checked before anything else is done with a folder.
+"""What a value in the files of an audit folder may be: kinds, and the checks of JSON objects against them.
 
 A folder may come from somebody else, or may have been damaged or mixed up with another. So every key has a type and a
-range, unknown and missing keys are refused, and every object carries a digest over its own text.
+range, unknown and missing keys are refused, and every object carries a digest over its own text. The kinds of every
+file's keys are in `gradveil.audit.rows`.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from gradveil.errors import DataError
+from gradveil.federation.digests import DIGITS, json_digest
+
+Json = dict[str, Any]
 
 DIGEST = "digest"
-DIGITS = 16
 REMEDY = "mend or remove it, or run the audit again into another folder"
 ROUNDING = 1e-6  # a mean of values at the end of a range may lie this far outside
 
@@ -55,7 +57,9 @@ def _plain(bound: float) -> str:
 def _range(low: float, high: float) -> str:
     if math.isfinite(low) and math.isfinite(high):
         return f" from {_plain(low)} to {_plain(high)}"
-    return f" of at least {_plain(low)}" if math.isfinite(low) else ""
+    if math.isfinite(low):
+        return f" of at least {_plain(low)}"
+    return f" of at most {_plain(high)}" if math.isfinite(high) else ""
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Kind:
@@ -112,6 +116,19 @@ def listing(kind: Kind, most: int = MOST_ITEMS) -> Kind:
     )
 
 
+def mapping(kind: Kind, most: int) -> Kind:
+    """An object whose keys are texts and whose values are of one kind."""
+    return Kind(
+        f"an object of at most {most:,} entries, each {kind.words}",
+        lambda value: (
+            isinstance(value, dict)
+            and len(value) <= most
+            and all(map(text().holds, value))
+            and all(map(kind.holds, value.values()))
+        ),
+    )
+
+
 def record(schema: Schema) -> Kind:
     """An object with exactly these keys."""
     return Kind(
@@ -129,124 +146,11 @@ WORDS = Kind("a text", lambda value: isinstance(value, str) and len(value) <= MO
 SHARE = number(0, 1)
 AMOUNT = number(0)
 ANY_NUMBER = number()
-PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec says the same
-IMAGE_NAME = r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png"
-IMAGE = Kind(
-    "a path images/NAME.png", lambda value: isinstance(value, str) and re.fullmatch(IMAGE_NAME, value) is not None
+TARGET = Kind(
+    "a number or a list of at most 10,000 numbers",
+    lambda value: ANY_NUMBER.holds(value) or listing(ANY_NUMBER, 10_000).holds(value),
 )
-
-SETTINGS: Schema = {
-    "dataset": text(),
-    "model": text(),
-    "defenses": listing(text(), MOST_METHODS),
-    "attacks": listing(text(), MOST_METHODS),
-    "victims": whole(1, MOST_ITEMS),
-    "batch_size": whole(1, MOST_ITEMS),
-    "labels": choice("infer", "known"),
-    "adaptive": optional(FLAG),
-    "aggregated": whole(1, MOST_ITEMS),
-    "match": optional(text(100)),
-    "chunk": whole(1, MOST_ITEMS),
-    "rounds": whole(1),
-    "clients": whole(1),
-    "client_batch": whole(1),
-    "lr": number(0, 1e6),
-    "seed": whole(0, 2**63 - 1),
-}
-"""What `AuditConfig` is made of."""
-
-CONFIG_SCHEMA: Schema = {
-    "gradveil": text(100),
-    "command": text(MOST_COMMAND),
-    **SETTINGS,
-    "adapted": listing(listing(text(), 2), MOST_METHODS**2),
-    "generic": listing(text(), MOST_METHODS),
-    "dataset_source": WORDS,
-    "data_digest": digest(),
-    "input_shape": listing(whole(1, 1_000_000), 3),
-    "classes": listing(WORDS, MOST_CLASSES),
-    "parameters": whole(1, 10**15),
-    "weights_digest": digest(),
-    "model_file_digest": optional(digest()),
-    "victim_labels": listing(listing(whole(0, MOST_CLASSES))),
-    "lpips": FLAG,
-    "torch": text(100),
-    "threads": whole(1, 65_536),
-    "platform": text(1000),
-    DIGEST: digest(),
-}
-
-RESULT_SCHEMA: Schema = {
-    "defense": optional(text()),
-    "defense_params": PARAMETERS,
-    "defense_spec": optional(text()),
-    "attack": text(),
-    "attack_params": PARAMETERS,
-    "attack_spec": text(),
-    "adaptive": FLAG,
-    "server": choice("passive", "active"),
-    "dataset": text(),
-    "model": text(),
-    "seed": whole(0, 2**63 - 1),
-    "victim": whole(0, MOST_ITEMS),
-    "batch_size": whole(1, MOST_ITEMS),
-    "aggregated": whole(1, MOST_ITEMS),
-    "mse": SHARE,
-    "psnr": number(0, 100),
-    "ssim": number(-1, 1),
-    "lpips": optional(number(0, 1000)),
-    "noise_ratio": optional(SHARE),
-    "label_correct": optional(SHARE),
-    "leaked": FLAG,
-    "power": optional(AMOUNT),
-    "bound_mse": optional(AMOUNT),
-    "trained_on": optional(
-        record({"mse": SHARE, "psnr": number(0, 100), "ssim": number(-1, 1), "lpips": optional(number(0, 1000))})
-    ),
-    "loss": optional(ANY_NUMBER),
-    "loss_start": optional(ANY_NUMBER),
-    "loss_late": optional(ANY_NUMBER),
-    "loss_restarts": optional(listing(ANY_NUMBER, 100_000)),
-    "iterations": whole(0),
-    "seconds": optional(AMOUNT),
-    "image": optional(IMAGE),
-    "image_digest": optional(digest()),
-    "original_digest": optional(digest()),
-    "audit": digest(),
-    DIGEST: digest(),
-}
-
-UTILITY_SCHEMA: Schema = {
-    "defense": text(),
-    "defense_params": PARAMETERS,
-    "defense_spec": text(),
-    "accuracy": SHARE,
-    "baseline_accuracy": SHARE,
-    "pmm": optional(AMOUNT),
-    "loss": optional(ANY_NUMBER),
-    "round_seconds": optional(AMOUNT),
-    "upload_bytes": optional(AMOUNT),
-    "download_bytes": optional(AMOUNT),
-    "history": listing(SHARE, 100_000),
-    "diverged": optional(whole(0)),
-    "privacy": optional(text()),
-    "epsilon": optional(AMOUNT),
-    "audit": digest(),
-    DIGEST: digest(),
-}
-
-MATCH_SCHEMA: Schema = {
-    "asked": text(),
-    "found": optional(text()),
-    "kind": choice("accuracy", "power", "bytes"),
-    "target": AMOUNT,
-    "tolerance": AMOUNT,
-    "cost": optional(ANY_NUMBER),
-    "tries": whole(0, 10_000),
-    "reason": optional(text()),
-    "audit": digest(),
-    DIGEST: digest(),
-}
+PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec says the same
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
@@ -257,12 +161,10 @@ def digest_of(values: Mapping[str, Any]) -> str:
     >>> digest_of({"a": 1}) == digest_of({"a": 1.0})
     False
     """
-    kept = {key: value for key, value in values.items() if key != DIGEST}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:DIGITS]
+    return json_digest({key: value for key, value in values.items() if key != DIGEST})
 
 
-def sealed(values: Mapping[str, Any]) -> dict[str, Any]:
+def sealed(values: Mapping[str, Any]) -> Json:
     """The values with their digest.
 
     It tells damage, hand edits and mix-ups; somebody who recomputes it can write what they like.
@@ -279,28 +181,28 @@ def check_seal(where: str, values: Mapping[str, Any]) -> None:
         )
 
 
-def check(where: str, values: Mapping[str, Any], schema: Schema) -> None:
+def check(where: str, values: Mapping[str, Any], schema: Schema, remedy: str = REMEDY) -> None:
     """Refuse values that are not of the kinds of a schema, by key."""
     for key, kind in schema.items():
         if key not in values or not kind.holds(values[key]):
-            refuse(where, key, kind.words, short(values[key]) if key in values else "nothing")
+            refuse(where, key, kind.words, short(values[key]) if key in values else "nothing", remedy)
     if unknown := sorted(values.keys() - schema.keys()):
-        raise DataError(f"{where}: expected only the keys that gradveil writes, got also {short(unknown[0])}; {REMEDY}")
+        raise DataError(f"{where}: expected only the keys that gradveil writes, got also {short(unknown[0])}; {remedy}")
 
 
-def refuse(where: str, key: str, expected: str, got: str) -> NoReturn:
+def refuse(where: str, key: str, expected: str, got: str, remedy: str = REMEDY) -> NoReturn:
     """Raise the error for one key."""
-    raise DataError(f"{where}: {key!r} must be {expected}, got {got}; {REMEDY}")
+    raise DataError(f"{where}: {key!r} must be {expected}, got {got}; {remedy}")
 
 
-def parse(where: str, content: bytes) -> dict[str, Any]:
+def parse(where: str, content: bytes, remedy: str = REMEDY) -> Json:
     """One JSON object; NaN, infinities and keys that are there twice are refused."""
     try:
         values = json.loads(content, parse_constant=_no_number, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # covers bad JSON, bad UTF-8 and numbers of thousands of digits
-        raise DataError(f"{where}: expected JSON, got {short(content)} ({error}); {REMEDY}") from error
+        raise DataError(f"{where}: expected JSON, got {short(content)} ({error}); {remedy}") from error
     if not isinstance(values, dict):
-        raise DataError(f"{where}: expected a JSON object, got {short(values)}; {REMEDY}")
+        raise DataError(f"{where}: expected a JSON object, got {short(values)}; {remedy}")
     return values
 
 
@@ -320,7 +222,7 @@ def _no_number(word: str) -> NoReturn:
 
 
 def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    values: dict[str, Any] = {}
+    values: Json = {}
     for key, value in pairs:
         if key in values:
             raise ValueError(f"the key {short(key)} is there twice")

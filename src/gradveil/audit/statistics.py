@@ -92,7 +92,7 @@ def paired_difference(
     return median_interval([ones[victim] - others[victim] for victim in shared], level=level) if shared else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Rank:
     """The places that a contender can have: 1 is the lowest value.
 

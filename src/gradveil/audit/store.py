@@ -7,12 +7,13 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from gradveil.audit.schema import DIGITS
+from gradveil.audit.rows import SETTINGS
+from gradveil.audit.schema import REMEDY, Json, parse
 from gradveil.errors import DataError
-
-Row = dict[str, Any]
+from gradveil.federation.digests import DIGITS
+from gradveil.folders import writing
 
 CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
 BLIND_GUESS = "blind-guess"
@@ -42,8 +43,8 @@ def slug(text: str) -> str:
     return f"{safe[: LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
-def resume_command(folder: Path, model: str | None = None) -> str:
-    """The command that goes on with the audit in a folder; a model that is a file has to be named again.
+def resume_command(folder: Path, model: str | None = None, command: str = "audit") -> str:
+    """The command that goes on with the audit, or training, in a folder; a model that is a file has to be named again.
 
     >>> resume_command(Path("my audit"))
     "gradveil audit --resume --out 'my audit'"
@@ -51,7 +52,7 @@ def resume_command(folder: Path, model: str | None = None) -> str:
     'gradveil audit --resume --out mine --model mine.py@build'
     """
     named = [] if model is None else ["--model", model]
-    return shlex.join(["gradveil", "audit", "--resume", "--out", str(folder), *named])
+    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *named])
 
 
 def command_line(settings: Mapping[str, Any]) -> str:
@@ -62,34 +63,73 @@ def command_line(settings: Mapping[str, Any]) -> str:
             words += [option, spec]
     if settings["adaptive"] is not None:
         words.append("--adaptive" if settings["adaptive"] else "--plain")
-    for key in _REST:
-        if settings[key] is not None:
-            words += [f"--{key.replace('_', '-')}", str(settings[key])]
+    for key in SETTINGS:
+        if key not in ("dataset", "model", "defenses", "attacks", "adaptive") and settings[key] is not None:
+            value = settings[key]
+            words += [
+                f"--{key.replace('_', '-')}",
+                ",".join(map(str, value)) if isinstance(value, list) else str(value),
+            ]
     return shlex.join(words)
 
 
-_REST = (
-    "victims",
-    "batch_size",
-    "labels",
-    "aggregated",
-    "match",
-    "chunk",
-    "rounds",
-    "clients",
-    "client_batch",
-    "lr",
-    "seed",
-)
+def bytes_digest(content: bytes) -> str:
+    """By which the report knows a picture that is no longer the one that was written."""
+    return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
-def file_digest(path: Path) -> str:
-    """Of a file's bytes, by which the report knows an image that is no longer the one that was written."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS]
+def read_file(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most `most` bytes; anything else raises `DataError`."""
+    try:
+        if not path.is_file():
+            raise DataError(f"{path.name}: expected a file, got something else; remove it or choose another folder")
+        if (size := path.stat().st_size) > most:
+            raise DataError(f"{path.name}: expected at most {most:,} bytes, got {size:,}; this is no file of an audit")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path.name}: expected a file that can be read, got {error.strerror}") from error
+
+
+def read_json(path: Path, remedy: str = REMEDY) -> Json:
+    """The JSON object of a whole file; anything else raises `DataError`."""
+    return parse(path.name, read_file(path, 64 * 2**20), remedy)
+
+
+class Lines(NamedTuple):
+    """The objects of a file, each with the words for where it stands, and how the file ends.
+
+    `torn`: its last line was cut short, after `size` whole bytes; `ended`: its last row has a line end.
+    """
+
+    rows: list[tuple[str, Json]]
+    size: int
+    torn: bool
+    ended: bool
+
+
+def read_lines(path: Path) -> Lines:
+    """The JSON objects of a file, one per line; none if it is not there.
+
+    A kill can cut only the last line short, which then has no line end: it is left out. Any other line that is no
+    object raises `DataError` with its number.
+    """
+    content = read_file(path, 512 * 2**20) if path.exists() else b""
+    lines = content.split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        where = f"{path.name} line {number}"
+        if line.strip():
+            try:
+                rows.append((where, parse(where, line)))
+            except DataError:
+                if number < len(lines):
+                    raise
+                return Lines(rows, len(content) - len(line), torn=True, ended=True)
+    return Lines(rows, len(content), torn=False, ended=not lines[-1])
 
 
 class JsonLines:
-    """A file of one JSON object a line that only ever grows.
+    """A file of one JSON object per line that only ever grows.
 
     A line cut short by a crash is dropped when the file is opened: its row was not finished.
 
@@ -106,33 +146,27 @@ class JsonLines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: list[Row] = []
-        if path.exists():
-            self._read()
+        found = read_lines(path)
+        self.rows = [row for _, row in found.rows]
+        self._begin = "" if found.ended else "\n"
+        if found.torn:
+            with writing(path):
+                os.truncate(path, found.size)
 
-    def _read(self) -> None:
-        content = self.path.read_bytes()
-        whole = content[: content.rfind(b"\n") + 1]
-        if len(whole) < len(content):
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        for number, line in enumerate(whole.split(b"\n")[:-1], start=1):
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{self.path}: line {number} is not JSON ({error}); mend or remove the line, or start a new audit"
-                ) from error
-            if not isinstance(row, dict):
-                raise DataError(f"{self.path}: line {number} is not a JSON object; mend or remove it, or start anew")
-            self.rows.append(row)
-
-    def append(self, rows: Iterable[Row]) -> None:
-        """Add rows and wait until they are on disk."""
+    def append(self, rows: Iterable[Json]) -> None:
+        """Add rows and wait until they are on disk; all of them or, where that fails (`OutputError`), none."""
         rows = list(rows)
-        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
-        with self.path.open("ab") as file:
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
+        text = self._begin + "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        with writing(self.path):
+            size = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("ab") as file:
+                    file.write(text.encode())
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                if self.path.exists():
+                    os.truncate(self.path, size)
+                raise
         self.rows += rows
+        self._begin = ""

@@ -138,6 +138,12 @@ def state() -> Any:
     return dataclasses.field(default=None, kw_only=True, metadata={_KEY: None})
 
 
+def has_all_state(method: Any) -> bool:
+    """Whether everything declared by `state` has been put there."""
+    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    return all(getattr(method, one.name) is not None for one in fields if one.metadata.get(_KEY, one) is None)
+
+
 def component() -> Any:
     """Not a parameter but a method that this one is made of."""
     return dataclasses.field(metadata={_KEY: None})

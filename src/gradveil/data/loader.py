@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,13 +15,17 @@ from gradveil.data.embedded import SOURCE as EMBEDDED_SOURCE
 from gradveil.data.embedded import read_embedded_mnist
 from gradveil.data.formats import read
 from gradveil.errors import DataError, UnknownNameError
+from gradveil.registry import Registry
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
 MOST_UNNAMED_CLASSES = 65_536
 
+SOURCES: Registry[Dataset] = Registry("dataset")
+"""Data sets of one's own by name: functions that return a `Dataset`, of any modality."""
 
-def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
+
+def load(name: str | os.PathLike[str], size: int | None = None, **parameters: Any) -> Dataset:
     """Load a dataset.
 
     A name is looked for in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then among what
@@ -29,8 +34,10 @@ def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
     each class becomes the test split and both come in a random order, the same on every machine.
 
     Args:
-        name: one of `names()`, or the path of an ``.npz`` or of a folder (see `gradveil.data.formats`).
+        name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
+            `gradveil.data.formats`).
         size: resize the images to size x size (antialiased, not cropped).
+        parameters: of a data set from `SOURCES`; the others take none.
 
     Example:
         >>> digits = load("mnist")
@@ -39,6 +46,10 @@ def load(name: str | os.PathLike[str], size: int | None = None) -> Dataset:
         >>> load("mnist", size=32).test.input_shape
         (1, 32, 32)
     """
+    if isinstance(name, str) and name in SOURCES.names():
+        return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
+    if parameters:
+        raise UnknownNameError(f"{name}: unknown parameter {next(iter(parameters))!r}; it takes: size")
     if size is not None:
         size = checks.integer("load", "size", size, low=1)
     if isinstance(name, str) and name in catalog.names():
@@ -65,7 +76,7 @@ def _load_named(name: str, size: int | None) -> Dataset:
 
 def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, ...], size: int | None) -> Dataset:
     if arrays.test:
-        splits = [_split(arrays.train, None, size), _split(arrays.test, None, size)]
+        splits = [_split(whole, np.arange(len(whole[1])), size) for whole in (arrays.train, arrays.test)]
     else:
         splits = [_split(arrays.train, chosen, size) for chosen in _hold_out(source, arrays.train[1])]
     return Dataset(
@@ -104,17 +115,15 @@ def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
     return order[~held_out[order]], order[held_out[order]]
 
 
-def _split(labelled: Labelled, chosen: Array | None, size: int | None) -> Split:
-    """The chosen images, or all, channels first, copied a few at a time: whole copies would cost thrice the result."""
+def _split(labelled: Labelled, chosen: Array, size: int | None) -> Split:
+    """The chosen images, channels first, copied a few at a time: whole copies would cost thrice the result."""
     images, labels = labelled
-    count = len(labels) if chosen is None else len(chosen)
     height, width, channels = images.shape[1:]
     resized = size is not None and (height, width) != (size, size)
     sides = (size, size) if size is not None else (height, width)
-    turned = np.empty((count, channels, *sides), np.uint8)
+    turned = np.empty((len(chosen), channels, *sides), np.uint8)
     step = images_at_once(images.shape[1:])
-    for start in range(0, count, step):
-        part = images[start : start + step] if chosen is None else images[chosen[start : start + step]]
+    for start in range(0, len(chosen), step):
+        part = images[chosen[start : start + step]]
         turned[start : start + step] = (resize(part, sides[0]) if resized else part).transpose(0, 3, 1, 2)
-    kept = labels.copy() if chosen is None else labels[chosen]
-    return Split(torch.from_numpy(turned), torch.from_numpy(kept))
+    return Split(torch.from_numpy(turned), torch.from_numpy(labels[chosen]))

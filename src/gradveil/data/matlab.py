@@ -104,20 +104,16 @@ def _matrix(content: _Bounded, names: Collection[str], stored: int) -> tuple[str
     kind, length, inline = _tag(content)
     if kind not in _STORED:
         raise ValueError(f"{name} is not stored as whole numbers")
-    array = np.empty(_checked(name, shape, np.dtype(_STORED[kind]), length, stored), _STORED[kind])
+    dtype = np.dtype(_STORED[kind])
+    if any(side < 0 for side in shape) or math.prod(shape) * dtype.itemsize != length:
+        raise ValueError(f"{name} announces {list(shape)} of {dtype} and has {length:,} bytes")
+    check_size(length, stored)
+    array = np.empty(shape[::-1], dtype)  # as the bytes lie in the file, last side first
     if inline:
         array.reshape(-1).view(np.uint8)[:] = np.frombuffer(inline, np.uint8)[:length]
     elif fill(array, content) != length:
         raise EOFError(f"{name} is cut short")
     return name, array.T.astype(_CLASSES[bits & 0xFF], copy=False)
-
-
-def _checked(name: str, shape: tuple[int, ...], dtype: np.dtype[np.void], length: int, stored: int) -> tuple[int, ...]:
-    """The shape as the bytes lie in the file, last side first."""
-    if any(side < 0 for side in shape) or math.prod(shape) * dtype.itemsize != length:
-        raise ValueError(f"{name} announces {list(shape)} of {dtype} and has {length:,} bytes")
-    check_size(length, stored)
-    return shape[::-1]
 
 
 def _small(content: _Bounded, most: int) -> tuple[int, bytes]:

@@ -192,10 +192,6 @@ class _Machine:
 
     # -- containers ----------------------------------------------------------------------------------------------------
 
-    def _tuple(self, values: list[Any]) -> None:
-        # Not finished: the arguments of a function may be anything.
-        self._push(tuple(values))
-
     def _append(self, values: list[Any]) -> None:
         if not self._stack or not isinstance(self._stack[-1], list):
             raise ValueError("it adds to something that is no list")
@@ -306,31 +302,32 @@ class _Latin1:
         return text.encode("latin1")
 
 
+_Instruction = Callable[[_Machine], object]
+
+
 def _word(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _skipped(size: int) -> Callable[[_Machine], None]:
-    def skip(machine: _Machine) -> None:
-        machine._exactly(size)
-
-    return skip
+def _skipped(size: int) -> _Instruction:
+    return lambda machine: machine._exactly(size)
 
 
-def _pushed(value: Any) -> Callable[[_Machine], None]:
+def _pushed(value: Any) -> _Instruction:
     return lambda machine: machine._push(value)
 
 
-def _read(form: str) -> Callable[[_Machine], None]:
+def _read(form: str) -> _Instruction:
     return lambda machine: machine._push(machine._number(form))
 
 
-def _texts(form: str, *, text: bool) -> Callable[[_Machine], None]:
+def _texts(form: str, *, text: bool) -> _Instruction:
     return lambda machine: machine._text(form, text=text)
 
 
-def _tupled(count: int) -> Callable[[_Machine], None]:
-    return lambda machine: machine._tuple([machine._pop() for _ in range(count)][::-1])
+def _tupled(count: int) -> _Instruction:
+    # Its items are not finished: the arguments of a function may be anything.
+    return lambda machine: machine._push(tuple([machine._pop() for _ in range(count)][::-1]))
 
 
 def _stack_global(machine: _Machine) -> None:
@@ -338,7 +335,7 @@ def _stack_global(machine: _Machine) -> None:
     machine._name(module, name)
 
 
-_INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
+_INSTRUCTIONS: dict[bytes, _Instruction] = {
     b"\x80": _skipped(1),  # the protocol
     b"\x95": _skipped(8),  # the length of a frame
     b"(": lambda machine: machine._stack.append(_MARK),
@@ -366,7 +363,7 @@ _INSTRUCTIONS: dict[bytes, Callable[[_Machine], None]] = {
     b"\x85": _tupled(1),
     b"\x86": _tupled(2),
     b"\x87": _tupled(3),
-    b"t": lambda machine: machine._tuple(machine._since_mark()),
+    b"t": lambda machine: machine._push(tuple(machine._since_mark())),
     b"a": lambda machine: machine._append([machine._pop()]),
     b"e": lambda machine: machine._append(machine._since_mark()),
     b"s": lambda machine: machine._set([machine._pop(), machine._pop()][::-1]),

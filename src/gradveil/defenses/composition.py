@@ -52,7 +52,6 @@ class Composition(Defense, composed=True):
         self.check()
         for capability, law in _LAWS.items():
             object.__setattr__(self, capability, law(self.parts))
-        object.__setattr__(self, "caveat", " ".join(part.caveat for part in self.parts if part.caveat) or None)
 
     def of(self, parts: Sequence[Defense]) -> "Composition":
         """The same composition of other parts."""
@@ -242,6 +241,10 @@ class ErrorFeedback(Composition, composed=True):
     """
 
     paper = "Karimireddy et al., ICML 2019"
+    caveat = (
+        "attacked in a client's first round, before error feedback has sent anything that was held back; later rounds "
+        "send of it what the defense lets through."
+    )
 
     inner: Defense = component()
     decay: float = number(1.0, above=0, high=1)

@@ -76,14 +76,14 @@ class DPSGD(StepDefense):
         return result
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips the candidate's gradient too (exact for one image), and weighs an image prior by the noise."""
-        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its images
+        """Clips the candidate's gradient too (exact for one image), and weighs a prior by the noise."""
+        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its examples
         steps = zip(step_weights(local, batch_size), sizes_of(local, batch_size), strict=True)
         return {
             "prior": Knowledge(
-                "clips candidates too, weighs an image prior by the noise",
+                "clips candidates too, weighs a prior by the noise",
                 expect=None if local else each_round(clip_to(self.clip)),
-                variance=sum((std * weight / images) ** 2 for weight, images in steps),
+                variance=sum((std * weight / count) ** 2 for weight, count in steps),
             )
         }
 

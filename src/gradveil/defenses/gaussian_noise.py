@@ -46,7 +46,7 @@ class GaussianNoise(Perturbation):
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Squares are the likelihood already; the noise level says how far to trust an image prior."""
-        return {"prior": Knowledge("weighs an image prior by the noise", variance=self.std**2)}
+        return {"prior": Knowledge("weighs a prior by the noise", variance=self.std**2)}
 
     def noise_variance(self) -> float | None:
         """The same everywhere."""

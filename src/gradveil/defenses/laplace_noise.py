@@ -64,8 +64,8 @@ class LaplaceNoise(Perturbation):
 
         # Minus the log-likelihood is |r| / s, where that of normal noise is r^2 / (2 variance): s |r| is s^2 times the
         # one, as r^2 is 2 variance times the other.
-        absolute = Knowledge("adds up absolute values, weighs an image prior", read=read, variance=size**2 / 2)
+        absolute = Knowledge("adds up absolute values, weighs a prior", read=read, variance=size**2 / 2)
         return {
-            "prior": Knowledge("weighs an image prior by the noise", variance=self.std**2),
+            "prior": Knowledge("weighs a prior by the noise", variance=self.std**2),
             "absolute": absolute,
         }

@@ -167,7 +167,7 @@ class SensitivityNoise(SensitivityDriven):
         typical = typical_variance(variance)  # 0: it only clips
         expect = None if local else each_round(self.clipped)
         weighted = Knowledge(
-            "trusts each coordinate by the noise it should have, weighs an image prior",
+            "trusts each coordinate by the noise it should have, weighs a prior",
             expect=expect,
             read=read_weighted(variance) if typical else None,
             variance=typical,
@@ -175,7 +175,7 @@ class SensitivityNoise(SensitivityDriven):
         if self.form == "global" or not typical:
             return {"weighted": weighted}
         mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
-        prior = Knowledge("weighs an image prior by the mean noise", expect=expect, variance=mean)
+        prior = Knowledge("weighs a prior by the mean noise", expect=expect, variance=mean)
         return {"prior": prior, "weighted": weighted}
 
     def checked(self, noisy: Gradients) -> Gradients:

@@ -56,6 +56,10 @@ class OptimalDpSgd(SensitivityNoise):
     """
 
     paper = "Chen et al., Optimal Defenses, 2024"
+    caveat = (
+        "in spite of the name no differential privacy, so there is no (epsilon, delta): it clips coordinates, not "
+        "examples, and its noise depends on the data."
+    )
 
     clip: float = number(1.0, above=0)
     std: float = number(0.1, low=0, strength=(1e-4, 10.0), log=True)

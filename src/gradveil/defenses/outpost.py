@@ -114,7 +114,7 @@ class Outpost(Defense):
             return typical**2 * defended(update)
 
         ordered = read_ranked(withheld_top=False)
-        summary = "matches what arrived, weighs an image prior by the noise; an honest round is matched exactly"
+        summary = "matches what arrived, weighs a prior by the noise; an honest round is matched exactly"
         return {"arrived": Knowledge(summary, read=read, variance=variance)}
 
     def _perturbed(self, gradient: Tensor, weights: Tensor, source: Source) -> Tensor:

@@ -158,10 +158,10 @@ class VariationalTask(Task):
         result.place, result.beta = f"{name}.0".lstrip("."), beta
         return result
 
-    def with_noise(self, images: int, source: Source) -> "VariationalTask":
-        """The same task with fresh noise for each of `images` images."""
+    def with_noise(self, examples: int, source: Source) -> "VariationalTask":
+        """The same task with fresh noise for each of `examples` examples."""
         name = f"{self.place}.noise"
-        noise = source.normal(self.buffers[name].expand(images, -1))
+        noise = source.normal(self.buffers[name].expand(examples, -1))
         other = self.with_parameters(self.parameters, {name: noise})
         assert isinstance(other, VariationalTask)
         return other

@@ -15,7 +15,7 @@ from gradveil.denoising import denoise, noise_deviation
 from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
 from gradveil.randomness import Source
-from gradveil.task import Gradients, Task, differentiate_by_autograd
+from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory
 
 STEP = 0.01
@@ -196,8 +196,8 @@ class Refiner(StepDefense):
     ) -> Tensor:
         """The derivative of the objective by the robust data."""
         leaf = robust.detach().requires_grad_()
-        with torch.enable_grad(), differentiate_by_autograd():
-            gradients = task.gradient(task.parameters, leaf, labels)
+        with torch.enable_grad():
+            gradients = task.by_autograd().gradient(task.parameters, leaf, labels)
             utility = sum(
                 ((weights[name] * (gradients[name] - value).square()).sum() for name, value in own.items()),
                 leaf.new_zeros(()),

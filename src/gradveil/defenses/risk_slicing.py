@@ -148,7 +148,7 @@ class RiskSlicing(Defense):
         expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
         compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
         if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike: there is none to leave out
-            noise = Knowledge("weighs an image prior by the noise", expect=expect, variance=self.noise_std**2)
+            noise = Knowledge("weighs a prior by the noise", expect=expect, variance=self.noise_std**2)
             return {"prior": noise, "compensate": compensated}
 
         def read(expected: Gradients, update: Gradients) -> Evidence:

@@ -139,8 +139,8 @@ def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source
     parameters = task.parameters
     inputs = inputs.clone()  # the tangent of a view is as large as what it views
 
-    def represent(images: Tensor) -> Tensor:
-        return task.representation(parameters, images)
+    def represent(inputs: Tensor) -> Tensor:
+        return task.representation(parameters, inputs)
 
     def squared_response(direction: Tensor) -> Tensor:
         tangent: Tensor = jvp(represent, (inputs,), (direction,))[1]

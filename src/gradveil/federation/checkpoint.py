@@ -23,17 +23,7 @@ import gradveil
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, OutputError
-from gradveil.federation.consistency import (
-    check_finite,
-    check_history,
-    check_like,
-    check_rounds,
-    check_squares,
-    read_faults,
-    read_memories,
-    read_records,
-    whole,
-)
+from gradveil.federation import consistency
 from gradveil.federation.digests import data_digest, task_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
@@ -141,25 +131,18 @@ class Checkpoints:
 
     def _restore(self, state: State, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         training = self._training
-        number = whole("the next round", about["number"], 0, training.rounds)
+        number = consistency.whole("the next round", about["number"], 0, training.rounds)
         diverged = about["diverged"]
         if diverged is not None:
-            whole("the round of divergence", diverged, max(0, number - 1), min(number, training.rounds - 1))
-        records = read_records(about["records"], training)
-        whole("the number of records", len(records), number, number)
-        check_history(about["history"], records)
-        faults = read_faults(about["faults"], training, number + (diverged == number))
-        rounds_of = check_rounds(
-            training,
-            records,
-            faults,
-            number=number,
-            steps=about["steps"],
-            diverged=diverged,
-            rounds_of=about["rounds_of"],
-        )
+            consistency.whole("the round of divergence", diverged, max(0, number - 1), min(number, training.rounds - 1))
+        records = consistency.read_records(about["records"], training)
+        consistency.whole("the number of records", len(records), number, number)
+        consistency.check_history(about["history"], records)
+        faults = consistency.read_faults(about["faults"], training, number + (diverged == number))
+        counts = {name: about[name] for name in ("number", "steps", "diverged", "rounds_of")}
+        rounds_of = consistency.check_rounds(training, records, faults, **counts)
         groups = self._read_groups(state, tensors, about["names"], finite=diverged is None)
-        state.memories.restore(read_memories(about["memories"], training))
+        state.memories.restore(consistency.read_memories(about["memories"], training))
 
         state.parameters, state.buffers, state.optimiser.first, state.optimiser.second, state.server_memory = groups
         state.number, state.optimiser.steps, state.diverged = number, about["steps"], diverged
@@ -175,12 +158,12 @@ class Checkpoints:
         groups = [{name: tensors[f"{group}/{name}"].to(device) for name in names[group]} for group in GROUPS]
         fresh, saved = (dict(zip(GROUPS, some, strict=True)) for some in (_groups(state), groups))
         for group in GROUPS[:-1]:  # what the server's side of a defense remembers, only the defense knows
-            check_like(group, fresh[group], saved[group], ordered=group in ("parameters", "buffers"))
-        check_finite("parameters", fresh["parameters"], saved["parameters"])  # others are never stepped to
+            consistency.check_like(group, fresh[group], saved[group], ordered=group in ("parameters", "buffers"))
+        # Parameters always are: others are never stepped to.
+        for group in ("parameters", "buffers", "first") if finite else ("parameters",):
+            consistency.check_finite(group, fresh[group], saved[group])
         if finite:
-            check_finite("buffers", fresh["buffers"], saved["buffers"])
-            check_finite("first", fresh["first"], saved["first"])
-            check_squares("second", saved["second"])
+            consistency.check_squares("second", saved["second"])
         return groups
 
     def _refuse_another(self, saved: Mapping[str, Any]) -> None:
@@ -222,7 +205,7 @@ def identify(
     return {
         **settings,
         "defense": str(defense),
-        "dataset": f"{dataset.name}, {len(dataset.train)} images",
+        "dataset": f"{dataset.name}, {len(dataset.train)} {dataset.train.modality.unit}s",
         "data": data_digest(dataset),
         "execution": execution,
         "model": task_digest(task),

@@ -14,12 +14,20 @@ from gradveil.task import Task
 
 ENGINES: Registry["Engine"] = Registry("engine")
 
+# The options of `Engine.run`, and what an engine must declare to be given them.
 _OPTIONS = {"checkpoint": "checkpoints", "resume": "checkpoints", "execution": "executions", "transport": "faults"}
-"""The options of `Engine.run`, and the capability that an engine must have to be given them."""
 
 
 class Engine(ABC):
     """Something that runs the rounds of a training; a new one is a class registered with ``@ENGINES.register(name)``.
+
+    It writes `run`, and declares by class attributes what it can do:
+
+    - `words`: what it is called in a sentence.
+    - `devices`: the types of devices that it trains on; empty: all.
+    - `checkpoints`: it takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`.
+    - `executions`: it takes `execution`, see `gradveil.federation.clients`.
+    - `faults`: it takes `transport`, which decides what becomes of messages.
 
     Example:
         >>> {name: ENGINES.create(name).checkpoints for name in ENGINES.names()}
@@ -28,19 +36,12 @@ class Engine(ABC):
 
     name: ClassVar[str]
     words: ClassVar[str]
-    """What it is called in a sentence."""
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
-    """The types of devices that it trains on; empty: all."""
     checkpoints: ClassVar[bool] = False
-    """It takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`."""
     executions: ClassVar[bool] = False
-    """It takes `execution`, see `gradveil.federation.clients`."""
     faults: ClassVar[bool] = False
-    """It takes `transport`, which decides what becomes of messages."""
 
-    def train(
-        self, task: Task, dataset: Dataset, defense: Defense, training: Training, **options: Any
-    ) -> TrainingResult:
+    def train(self, task: Task, *job: Any, **options: Any) -> TrainingResult:
         """`run`, if this engine can do what is asked."""
         for option in options:
             if option in _OPTIONS and not getattr(self, _OPTIONS[option]):
@@ -50,7 +51,7 @@ class Engine(ABC):
                 f"train: {self.words} trains on {' or '.join(self.devices)}, got a task on {task.device}; move the "
                 "task or use the engine 'local'"
             )
-        return self.run(task, dataset, defense, training, **options)
+        return self.run(task, *job, **options)
 
     @abstractmethod
     def run(

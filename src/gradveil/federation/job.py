@@ -1,9 +1,8 @@
 """A training that is ready to begin, and what all engines do alike: who draws what, and how it is measured."""
 
-import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -63,6 +62,8 @@ class Job:
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)
         defense, task = defense.prepare(task, public=known, generator=generator)
+        if task.classes is None:  # there is no accuracy to measure on the way
+            training = replace(training, evaluate_every=None)
         return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
@@ -98,9 +99,7 @@ class Job:
 
     def accuracy(self, task: Task, done: int) -> float | None:
         """On the test examples after `done` rounds, if that is a time to evaluate."""
-        if task.classes is None or not self.training.evaluates_after(done):
-            return None
-        return evaluate(task, self.dataset.test)[0]
+        return evaluate(task, self.dataset.test)[0] if self.training.evaluates_after(done) else None
 
     def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
         """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""
@@ -151,7 +150,7 @@ class Job:
             for client, rounds in rounds_of.items()
         ]
         most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
-        return None if most is None else dataclasses.replace(most, seeded=True)
+        return None if most is None else replace(most, seeded=True)
 
 
 def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:
@@ -169,7 +168,7 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of the public examples, and of those that are left for the clients."""
     if len(train_split) <= PUBLIC_SAMPLES:
         raise ParameterError(
-            f"train: expected more than {PUBLIC_SAMPLES} training images ({PUBLIC_SAMPLES} are the public set), "
+            f"train: expected more than {PUBLIC_SAMPLES} training examples ({PUBLIC_SAMPLES} are the public set), "
             f"got {len(train_split)}"
         )
     shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))

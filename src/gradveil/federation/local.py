@@ -72,6 +72,7 @@ def train(
         raise ParameterError("train: resume needs checkpoint, the folder to go on in; name it or leave resume out")
     with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
         job = Job.prepare(task, dataset, defense, training)
+        training = job.training
         clients = Clients(job.task, job.defense, training, execution)
         state = State(
             job.task.parameters,
@@ -81,9 +82,8 @@ def train(
         )
         checkpoints = None
         if checkpoint is not None:
-            checkpoints = Checkpoints(
-                checkpoint, identify(task, dataset, defense, training, clients.execution), training
-            )
+            identity = identify(task, dataset, defense, training, clients.execution)
+            checkpoints = Checkpoints(checkpoint, identity, job.training)
             if resume:
                 checkpoints.load_into(state)
             else:
@@ -120,7 +120,7 @@ def check_settings(
     most = max(map(len, shares))
     if training.batch_size > most:
         warnings.warn(
-            f"batches of {training.batch_size} images were asked for, but no client holds more than {most}; "
+            f"batches of {training.batch_size} examples were asked for, but no client holds more than {most}; "
             "each uses all it has",
             stacklevel=2,
         )
@@ -190,8 +190,8 @@ class _Federation:
             state.number,
             choose_clients(self.job.training, state.number),
             state.faults.append,
-            self.job.defense,
-            state.parameters,
+            defense=self.job.defense,
+            parameters=state.parameters,
             statistics={name: state.buffers[name] for name in self.job.statistics},
             most_samples=self.job.training.batch_size,
             local=self.job.training.local,

@@ -104,14 +104,10 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
             if file not in (self._kept.get(client), self._files.get(client)):
                 self._remove(self._path(client, file.version))
 
-    def check(self, files: Mapping[int, MemoryFile]) -> None:
-        """Raise unless all these files are there as they were written; nothing is changed."""
-        for client, file in sorted(files.items()):
-            check(self._path(client, file.version), file.digest)
-
     def restore(self, files: Mapping[int, MemoryFile]) -> None:
         """Go back to the files of a checkpoint; newer ones are removed, but only once all of these have been found."""
-        self.check(files)
+        for client, file in sorted(files.items()):
+            check(self._path(client, file.version), file.digest)
         self._loaded.clear()
         self._changed.clear()
         self._used = 0

@@ -4,7 +4,8 @@ Whatever arrives, the round goes on with the replies that are in order. One that
 as a fault.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
@@ -17,9 +18,9 @@ from gradveil.federation.faults import DUPLICATE, MALFORMED, MISSING, STALE, STR
 from gradveil.update import Announced, LocalSteps, Memory, Update
 
 T = TypeVar("T")
-Note = Callable[[Fault], None]
 
 
+@dataclass
 class Replies(Generic[T]):
     """The answers to one question of a round: from each client that was asked, the first usable reply counts.
 
@@ -38,11 +39,12 @@ class Replies(Generic[T]):
         ({4: 'first'}, [(4, 'duplicate'), (5, 'missing')])
     """
 
-    def __init__(self, number: int, clients: Iterable[int], note: Note, *, named_once: bool = False) -> None:
-        self.number, self.clients, self.named_once = number, dict.fromkeys(clients), named_once
-        self._note = note
-        self._usable: dict[int, T] = {}
-        self._named: set[int] = set()  # not to be named as missing
+    number: int
+    clients: Sequence[int]
+    note: Callable[[Fault], None]
+    named_once: bool = field(default=False, kw_only=True)
+    _usable: dict[int, T] = field(default_factory=dict, init=False)
+    _named: set[int] = field(default_factory=set, init=False)  # not to be named as missing
 
     def receive(self, client: int, read: Callable[[], T]) -> bool:
         """Whether a client's reply was accepted; if not, the reason is among the faults.
@@ -51,10 +53,9 @@ class Replies(Generic[T]):
             client: who sent it.
             read: what the reply holds; raises `Refused` or `GradveilError` if it cannot be used.
         """
-        if client not in self.clients:
-            self.refuse_stranger(client, "it was not asked in this round")
-            return False
         try:
+            if client not in self.clients:
+                raise Refused(STRANGER, "it was not asked in this round")
             if client in self._usable:
                 raise Refused(DUPLICATE, "expected one reply, got another one; the first counts")
             self._usable[client] = read()
@@ -65,28 +66,32 @@ class Replies(Generic[T]):
 
     def refuse(self, client: int, error: Exception) -> None:
         """Note why a client's reply is not used; it may send another one."""
-        kind = error.kind if isinstance(error, Refused) else MALFORMED
-        self._note(Fault(self.number, client, kind, str(error)))
+        self._fault(client, error)
         if self.named_once:
             self._named.add(client)
 
     def refuse_stranger(self, client: int, reason: str) -> None:
         """Note a message that answers no question of this round."""
-        self._note(Fault(self.number, client, STRANGER, reason))
+        self._fault(client, Refused(STRANGER, reason))
 
     def fail(self, client: int, kind: str, reason: str) -> None:
         """Note that a client says itself that it cannot answer; nothing more is expected from it."""
-        self._note(Fault(self.number, client, kind, reason))
+        self._fault(client, Refused(kind, reason))
         self._named.add(client)
+
+    def _fault(self, client: int, error: Exception) -> None:
+        kind = error.kind if isinstance(error, Refused) else MALFORMED
+        self.note(Fault(self.number, client, kind, str(error)))
 
     def close(self) -> dict[int, T]:
         """The usable replies, in the order in which the clients were asked; who has none is missing."""
         for client in self.clients:
             if client not in self._usable and client not in self._named:
-                self._note(Fault(self.number, client, MISSING, "no reply that could be used"))
+                self._fault(client, Refused(MISSING, "no reply that could be used"))
         return {client: self._usable[client] for client in self.clients if client in self._usable}
 
 
+@dataclass(kw_only=True)
 class OpenRound(Replies[T]):
     """One round of a training: `elect` who announces, `receive` what `read` accepts, `close`, `aggregate`.
 
@@ -107,7 +112,7 @@ class OpenRound(Replies[T]):
         >>> from gradveil.defenses import create
         >>> from gradveil.update import Meta
         >>> faults, model = [], {"w": torch.zeros(2)}
-        >>> server = OpenRound(0, [4, 5], faults.append, create("none"), model, most_samples=8)
+        >>> server = OpenRound(0, [4, 5], faults.append, defense=create("none"), parameters=model, most_samples=8)
         >>> message = wire.encode(Update({"w": torch.ones(2)}, Meta(round=0, samples=1)))
         >>> server.receive(4, lambda: server.read(message)), server.receive(5, lambda: server.read(message[:-1]))
         (True, False)
@@ -118,24 +123,13 @@ class OpenRound(Replies[T]):
         [1.0, 1.0]
     """
 
-    def __init__(
-        self,
-        number: int,
-        clients: Iterable[int],
-        note: Note,
-        defense: Defense,
-        parameters: Mapping[str, Tensor],
-        *,
-        statistics: Mapping[str, Tensor] | None = None,
-        all_statistics: bool = True,
-        most_samples: int | None = None,
-        local: LocalSteps | None = None,
-        named_once: bool = False,
-    ) -> None:
-        super().__init__(number, clients, note, named_once=named_once)
-        self.defense, self.parameters, self.statistics = defense, parameters, statistics or {}
-        self.all_statistics, self.most_samples, self.local = all_statistics, most_samples, local
-        self.announced: Announced | None = None
+    defense: Defense
+    parameters: Mapping[str, Tensor]
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
+    all_statistics: bool = True
+    most_samples: int | None = None
+    local: LocalSteps | None = None
+    announced: Announced | None = field(default=None, init=False)
 
     def elect(self, ask: Callable[[int], bytes | Announced | None]) -> None:
         """Take what the first client announces; if that has to be refused, what the next one does.
@@ -152,7 +146,7 @@ class OpenRound(Replies[T]):
             except NotFiniteError:
                 continue  # it will say so again when it is asked for its update
             except (Refused, GradveilError) as error:
-                self.refuse(client, error)
+                self._fault(client, error)
                 continue
             self.announced = announced
             return
@@ -172,9 +166,9 @@ class OpenRound(Replies[T]):
             weight_of("samples", meta.samples, self.most_samples)
             if meta.local != self.local:
                 raise InputError(f"expected local steps {self.local}, got {meta.local}")
-        if not self.all_statistics:
-            meta.buffers = {**self.statistics, **meta.buffers}
-        check_statistics(self.statistics, meta.buffers)
+        known = self.statistics
+        check_statistics({n: v for n, v in known.items() if self.all_statistics or n in meta.buffers}, meta.buffers)
+        meta.buffers = {**known, **meta.buffers}
         return update
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float], memory: Memory | None = None) -> Update:

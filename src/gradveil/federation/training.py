@@ -65,9 +65,8 @@ class Training:
     checkpoint_every: int = 10
 
     def __post_init__(self) -> None:
-        checks.integer("train", "rounds", self.rounds, low=1)
-        checks.integer("train", "clients", self.clients, low=1)
-        checks.integer("train", "batch_size", self.batch_size, low=1)
+        for name in ("rounds", "clients", "batch_size", "checkpoint_every"):
+            checks.integer("train", name, getattr(self, name), low=1)
         checks.number("train", "lr", self.lr, above=0)
         checks.number("train", "momentum", self.momentum, low=0, below=1)
         if self.clients_per_round is not None:
@@ -76,7 +75,6 @@ class Training:
             checks.integer("train", "evaluate_every", self.evaluate_every, low=1)
         checks.choice("train", "optimiser", self.optimiser, OPTIMISERS)
         checks.choice("train", "schedule", self.schedule, SCHEDULES)
-        checks.integer("train", "checkpoint_every", self.checkpoint_every, low=1)
 
     @property
     def drawn_clients(self) -> int:

@@ -1,4 +1,11 @@
-"""How close a reconstruction comes to the original, and whether that counts as a leak."""
+"""How close a reconstruction comes to the original.
+
+One file a metric, which adds a record to `METRICS`; every file in this folder is imported, so a new file is a new
+metric. From outside the package, ``gradveil.metrics.METRICS.add(Metric(...))`` does the same.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
 
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.labels import label_accuracy
@@ -6,15 +13,22 @@ from gradveil.metrics.matching import match
 from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.power import relative_power
-from gradveil.metrics.scorer import Score, Scorer
+from gradveil.metrics.record import METRICS, Metric
+from gradveil.metrics.scorer import Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
 from gradveil.metrics.structural_similarity import ssim
 
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+of = METRICS.of
+
 __all__ = [
     "LPIPS_RESOLUTION",
+    "METRICS",
     "Lpips",
-    "Score",
+    "Metric",
     "Scorer",
     "decoy_auc",
     "decoy_scores",
@@ -23,6 +37,7 @@ __all__ = [
     "match",
     "mse",
     "noise_ratio",
+    "of",
     "psnr",
     "relative_power",
     "ssim",

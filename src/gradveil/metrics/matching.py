@@ -4,18 +4,18 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.metrics.images import check_pair
+from gradveil.errors import InputError
 
 
 def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
     """The order of `reconstructions` that brings their total squared error to `originals` to its minimum.
 
-    A gradient says nothing about the order of the images in its batch, so an attack returns them in any. The
+    A gradient says nothing about the order of the examples in its batch, so an attack returns them in any. The
     assignment is optimal (Hungarian method), and the same one serves every metric.
 
     Args:
-        originals: float images [N, C, H, W] in [0, 1].
-        reconstructions: likewise.
+        originals: numbers ``[N, *input_shape]``.
+        reconstructions: likewise, finite.
 
     Returns:
         A permutation p, int64 [N]: ``reconstructions[p[i]]`` belongs to ``originals[i]``.
@@ -24,8 +24,12 @@ def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
     >>> match(originals, originals[[2, 0, 1]])
     tensor([1, 2, 0])
     """
-    check_pair("match", originals, reconstructions)
-    x, y = (images.detach().double().flatten(1) for images in (originals, reconstructions))
+    if originals.shape != reconstructions.shape or not bool(reconstructions.isfinite().all()):
+        raise InputError(
+            "match: originals and reconstructions must have the same shape and finite values, got "
+            f"{list(originals.shape)} and {list(reconstructions.shape)}; `Modality.repaired` makes values finite"
+        )
+    x, y = (examples.detach().double().flatten(1) for examples in (originals, reconstructions))
     # The faster way of cdist, by matrix products, loses the small distances that decide here.
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
     _, columns = linear_sum_assignment(cost.cpu().numpy())

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from gradveil.metrics.images import check_images
+from gradveil.metrics.record import metric
 from gradveil.models.evaluation import evaluation_network
 
 
@@ -30,3 +31,9 @@ def noise_ratio(images: Tensor) -> Tensor:
     check_images("noise_ratio", "images", images)
     shares: Tensor = evaluation_network(torch.float32, images.device)(images.float())
     return shares.double()
+
+
+@metric("noise_ratio", "Noise", better="lower", modalities=("image",), low=0, high=1, optional=True, compares=False)
+def _noise_found(_: Tensor, found: Tensor) -> Tensor:
+    """In words: Share of noise that an evaluation network sees in the reconstruction, whatever the original."""
+    return noise_ratio(found)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,41 +12,32 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gradveil import data
 from gradveil.data.npz import read_arrays
 from gradveil.errors import DataError, InputError
 from gradveil.metrics.images import check_pair
+from gradveil.metrics.record import metric
 
 LPIPS_RESOLUTION = 64
 """Every image is resized to this many pixels, since LPIPS of the same pair changes with its size."""
 
-# Name in AlexNet, stride, padding; a 3x3 max-pool of stride 2 stands before the second and the third.
+# Name in AlexNet, shape, stride, padding; a 3x3 max-pool of stride 2 stands before the second and the third.
 _CONVOLUTIONS = (
-    ("features.0", 4, 2),
-    ("features.3", 1, 2),
-    ("features.6", 1, 1),
-    ("features.8", 1, 1),
-    ("features.10", 1, 1),
+    ("features.0", (64, 3, 11, 11), 4, 2),
+    ("features.3", (192, 64, 5, 5), 1, 2),
+    ("features.6", (384, 192, 3, 3), 1, 1),
+    ("features.8", (256, 384, 3, 3), 1, 1),
+    ("features.10", (256, 256, 3, 3), 1, 1),
 )
 _POOLED = ("features.3", "features.6")
 _NORM_EPSILON = 1e-10
-_COMMAND = "`gradveil data get lpips-alex`"
+_WEIGHTS = "lpips-alex"
+_GET = f"gradveil data get {_WEIGHTS}"
 
 ARRAY_SHAPES: dict[str, tuple[int, ...]] = {
-    "features.0.weight": (64, 3, 11, 11),
-    "features.3.weight": (192, 64, 5, 5),
-    "features.6.weight": (384, 192, 3, 3),
-    "features.8.weight": (256, 384, 3, 3),
-    "features.10.weight": (256, 256, 3, 3),
-    "features.0.bias": (64,),
-    "features.3.bias": (192,),
-    "features.6.bias": (384,),
-    "features.8.bias": (256,),
-    "features.10.bias": (256,),
-    "lin0.weight": (1, 64, 1, 1),
-    "lin1.weight": (1, 192, 1, 1),
-    "lin2.weight": (1, 384, 1, 1),
-    "lin3.weight": (1, 256, 1, 1),
-    "lin4.weight": (1, 256, 1, 1),
+    **{f"{name}.weight": shape for name, shape, _, _ in _CONVOLUTIONS},
+    **{f"{name}.bias": shape[:1] for name, shape, _, _ in _CONVOLUTIONS},
+    **{f"lin{layer}.weight": (1, shape[0], 1, 1) for layer, (_, shape, _, _) in enumerate(_CONVOLUTIONS)},
     "shift": (3,),
     "scale": (3,),
 }
@@ -82,12 +74,12 @@ class Lpips:
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]]) -> None:
         for name, shape in ARRAY_SHAPES.items():
             if name not in arrays:
-                raise DataError(f"LPIPS weights: array {name!r} is missing; get them with {_COMMAND}")
+                raise DataError(f"LPIPS weights: array {name!r} is missing; get them with `{_GET}`")
             array = arrays[name]
             if array.shape != shape or array.dtype.kind != "f" or not np.isfinite(array).all():
                 raise DataError(
                     f"LPIPS weights: array {name!r} must hold finite floats of shape {shape}, "
-                    f"got {array.dtype} of shape {array.shape}; get the right ones with {_COMMAND}"
+                    f"got {array.dtype} of shape {array.shape}; get the right ones with `{_GET}`"
                 )
         self._arrays = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in ARRAY_SHAPES}
 
@@ -97,9 +89,7 @@ class Lpips:
         try:
             arrays = read_arrays(Path(path), ARRAY_SHAPES)
         except DataError as error:
-            raise DataError(
-                f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with {_COMMAND}"
-            ) from error
+            raise DataError(f"LPIPS weights: cannot read {os.fspath(path)}: {error}; get them with `{_GET}`") from error
         return cls(arrays)
 
     def __call__(self, originals: Tensor, reconstructions: Tensor) -> Tensor:
@@ -120,7 +110,7 @@ class Lpips:
         x = F.interpolate(x, size=(LPIPS_RESOLUTION, LPIPS_RESOLUTION), mode="bilinear", antialias=True)
         shift, scale = (self._arrays[name].reshape(1, 3, 1, 1) for name in ("shift", "scale"))
         x = (2 * x - 1 - shift) / scale
-        for name, stride, padding in _CONVOLUTIONS:
+        for name, _, stride, padding in _CONVOLUTIONS:
             if name in _POOLED:
                 x = F.max_pool2d(x, kernel_size=3, stride=2)
             weight, bias = self._arrays[f"{name}.weight"], self._arrays[f"{name}.bias"]
@@ -128,16 +118,28 @@ class Lpips:
             yield x / (x.square().sum(dim=1, keepdim=True).sqrt() + _NORM_EPSILON)
 
 
-def lpips(originals: Tensor, reconstructions: Tensor, *, weights: Lpips | str | os.PathLike[str]) -> Tensor:
-    """LPIPS of each pair of images; see `Lpips`, which also saves reading the weights anew for every call.
+@metric("lpips", "LPIPS", better="lower", modalities=("image",), digits=3, low=0, high=1000, optional=True, remedy=_GET)
+def lpips(
+    originals: Tensor, reconstructions: Tensor, *, weights: Lpips | str | os.PathLike[str] | None = None
+) -> Tensor | None:
+    """LPIPS of each pair of images; see `Lpips`.
+
+    In words: Distance between the two images as a vision network sees them. 0 is identical.
+
+    Second opinion: Pixels forgive blur and punish a shift; a vision network does the opposite.
 
     Args:
         originals: float images [N, C, H, W] in [0, 1] with 1 or 3 channels.
         reconstructions: likewise.
-        weights: loaded weights, or the npz file that holds them.
+        weights: loaded, or the npz file that holds them; default: what ``gradveil data get lpips-alex`` fetched.
 
     Returns:
-        One float64 number an image, [N]; 0 means equal, higher looks more different.
+        One float64 number an image, [N]; 0 means equal, higher looks more different. None if the weights are not here.
     """
-    metric = weights if isinstance(weights, Lpips) else Lpips.load(weights)
-    return metric(originals, reconstructions)
+    found = weights or data.find(_WEIGHTS)
+    if found is None:
+        return None
+    return (found if isinstance(found, Lpips) else _load(os.fspath(found)))(originals, reconstructions)
+
+
+_load = lru_cache(maxsize=1)(Lpips.load)

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from gradveil.errors import InputError
 from gradveil.metrics.images import check_pair
+from gradveil.metrics.record import metric
 
 WINDOW = 11
 SIGMA = 1.5
@@ -13,6 +14,7 @@ C1 = 0.01**2  # keeps the luminance term defined in the dark, for a data range o
 C2 = 0.03**2  # keeps the contrast term defined in flat regions
 
 
+@metric("ssim", "SSIM", better="higher", modalities=("image",), low=-1, high=1)
 def ssim(originals: Tensor, reconstructions: Tensor) -> Tensor:
     """Structural similarity of each image, the mean over channels and window positions of::
 
@@ -20,6 +22,9 @@ def ssim(originals: Tensor, reconstructions: Tensor) -> Tensor:
 
     with means m, variances v and covariance c under an 11x11 Gaussian window (sigma 1.5), for a data range
     of 1. Only windows that lie wholly inside the image count, so nothing is padded.
+
+    In words: Structural similarity: agreement of brightness, contrast and pattern in small windows. 1 is identical,
+    about 0 unrelated.
 
     References:
         Wang, Bovik, Sheikh & Simoncelli, Image Quality Assessment: From Error Visibility to Structural

@@ -29,6 +29,23 @@ class Modality(ABC):
     """What one example is called in words."""
     primary: ClassVar[str]
     """The metric by which attacks are ranked."""
+    dimensions: ClassVar[int | None] = None
+    """How many numbers an input shape has; None: any."""
+    guess: ClassVar[str] = "the public mean of the class"
+    """What the blind guess is, in words."""
+    rule: ClassVar[str]
+    """When an example has leaked, in words that go after "has a"."""
+    threshold: ClassVar[float | None] = None
+    """By the primary metric: from where on an example can be recognised, for charts."""
+    margin: ClassVar[str | None] = None
+    """By how much a leak must beat the blind guess, in words that go before "that guess"."""
+
+    def __init_subclass__(cls) -> None:
+        """Refuse a modality that reports could not put into words."""
+        super().__init_subclass__()
+        for wanted in ("unit", "primary", "rule"):
+            if not isinstance(getattr(cls, wanted, None), str):
+                raise TypeError(f"{cls.__name__}: a modality says its {wanted}, a text; write {wanted} = ...")
 
     @abstractmethod
     def check_stored(self, where: str, stored: Tensor) -> None:

@@ -34,6 +34,14 @@ class Image(Modality):
 
     unit = "image"
     primary = "psnr"
+    dimensions = 3
+    guess = "the public mean image of the class"
+    rule = (
+        f"PSNR of at least {LEAK_PSNR:g} dB or SSIM of at least {LEAK_SSIM:g}, and a PSNR at least {LEAK_MARGIN:g} dB "
+        "above the blind guess"
+    )
+    threshold = LEAK_PSNR
+    margin = f"{LEAK_MARGIN:g} dB above"
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """They must be ``uint8 [N, C, H, W]``, grey or colour."""

@@ -52,7 +52,7 @@ class Description(NamedTuple):
 class ImageClassifier(nn.Module):
     """A feature extractor and a linear layer from its output to the logits: the shape of every model here.
 
-    A model is a subclass that states its `name` and `paper` and builds its features. Its keyword-only
+    A model is a registered subclass that states its `paper` and builds its features. Its keyword-only
     parameters are what `create` takes for it; the first line of its docstring is what `gradveil list` says.
 
     Args:
@@ -102,6 +102,43 @@ class ImageClassifier(nn.Module):
                         "use a smaller model (mlp) or larger images"
                     ) from error
             raise
+
+
+class NormalisedClassifier(ImageClassifier):
+    """An image classifier made of convolutions with normalisation; a subclass says of which, in `layers`.
+
+    Args:
+        input_shape: channels, height and width of one image.
+        classes: how many logits come out.
+        activation: "relu", "leaky-relu", "sigmoid" or "gelu".
+        norm: "batch", "frozen" (batch norm with fixed statistics), "group" (32 groups) or "none".
+        init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
+
+    Example:
+        >>> class Small(NormalisedClassifier):
+        ...     name = "small"
+        ...     def layers(self, channels, activation, norm):
+        ...         return convolution(self.name, channels, 64, norm)
+        >>> Small((1, 8, 8), 2).classifier
+        Linear(in_features=4096, out_features=2, bias=True)
+    """
+
+    def __init__(
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        *,
+        activation: str = "relu",
+        norm: str = "batch",
+        init: str = "default",
+    ) -> None:
+        channels, _, _ = image_shape(self.name, input_shape)
+        features = nn.Sequential(*self.layers(channels, activation, norm), nn.Flatten())
+        super().__init__(features, input_shape, classes, init=init)
+
+    def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
+        """What makes features of images with so many channels, before they are flattened."""
+        raise NotImplementedError
 
 
 def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int = 0, **parameters: object) -> nn.Module:
@@ -196,6 +233,16 @@ def norm_layer(owner: str, norm: str, channels: int) -> nn.Module:
         # In eval mode it normalises by its running statistics and leaves them alone, as in fine-tuning.
         return nn.BatchNorm2d(channels).train(chosen == "batch")
     return nn.GroupNorm(GROUPS, channels) if chosen == "group" else nn.Identity()
+
+
+def convolution(
+    owner: str, channels: int, width: int, norm: str, *, kernel: int = 3, stride: int = 1, bias: bool = True
+) -> list[nn.Module]:
+    """A convolution to `width` channels that keeps the size of images (but for its stride), and normalisation."""
+    return [
+        nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=bias),
+        norm_layer(owner, norm, width),
+    ]
 
 
 @torch.no_grad()

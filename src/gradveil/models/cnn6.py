@@ -29,16 +29,10 @@ class Cnn6(ImageClassifier):
         Linear(in_features=3200, out_features=10, bias=False)
     """
 
-    name = "cnn6"
     paper = "Zhu & Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021"
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        classes: int,
-        *,
-        activation: str = "leaky-relu",
-        init: str = "default",
+        self, input_shape: Sequence[int], classes: int, *, activation: str = "leaky-relu", init: str = "default"
     ) -> None:
         channels, _, _ = image_shape(self.name, input_shape)
         layers: list[nn.Module] = []

@@ -29,7 +29,6 @@ class LeNet(ImageClassifier):
         torch.Size([2, 10])
     """
 
-    name = "lenet"
     paper = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019"
 
     def __init__(

@@ -30,21 +30,16 @@ class Mlp(ImageClassifier):
         Linear(in_features=200, out_features=10, bias=True)
     """
 
-    name = "mlp"
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
 
     def __init__(
         self, input_shape: Sequence[int], classes: int, *, activation: str = "relu", init: str = "default"
     ) -> None:
-        super().__init__(
-            nn.Sequential(
-                nn.Flatten(),
-                nn.Linear(prod(image_shape(self.name, input_shape)), 200),
-                activation_layer(self.name, activation),
-                nn.Linear(200, 200),
-                activation_layer(self.name, activation),
-            ),
-            input_shape,
-            classes,
-            init=init,
+        features = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(prod(image_shape(self.name, input_shape)), 200),
+            activation_layer(self.name, activation),
+            nn.Linear(200, 200),
+            activation_layer(self.name, activation),
         )
+        super().__init__(features, input_shape, classes, init=init)

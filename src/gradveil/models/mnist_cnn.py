@@ -30,29 +30,19 @@ class MnistCnn(ImageClassifier):
         Linear(in_features=32, out_features=10, bias=True)
     """
 
-    name = "mnist-cnn"
     paper = "Chen et al., Optimal Defenses Against Gradient Reconstruction Attacks, 2024"
 
     def __init__(
-        self,
-        input_shape: Sequence[int],
-        classes: int,
-        *,
-        activation: str = "leaky-relu",
-        init: str = "default",
+        self, input_shape: Sequence[int], classes: int, *, activation: str = "leaky-relu", init: str = "default"
     ) -> None:
         channels, height, width = image_shape(self.name, input_shape)
-        super().__init__(
-            nn.Sequential(
-                nn.Conv2d(channels, 32, kernel_size=3, stride=2, padding=1),
-                activation_layer(self.name, activation),
-                nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
-                activation_layer(self.name, activation),
-                nn.Flatten(),
-                nn.Linear(64 * ceil(height / 4) * ceil(width / 4), 32),
-                activation_layer(self.name, activation),
-            ),
-            input_shape,
-            classes,
-            init=init,
+        features = nn.Sequential(
+            nn.Conv2d(channels, 32, kernel_size=3, stride=2, padding=1),
+            activation_layer(self.name, activation),
+            nn.Conv2d(32, 64, kernel_size=3, stride=2, padding=1),
+            activation_layer(self.name, activation),
+            nn.Flatten(),
+            nn.Linear(64 * ceil(height / 4) * ceil(width / 4), 32),
+            activation_layer(self.name, activation),
         )
+        super().__init__(features, input_shape, classes, init=init)

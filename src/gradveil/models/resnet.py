@@ -1,14 +1,13 @@
 """Residual networks for small images."""
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import Tensor, nn
 
-from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, image_shape, norm_layer
+from gradveil.models.base import REGISTRY, NormalisedClassifier, activation_layer, convolution
 
 
-class ResNet(ImageClassifier):
+class ResNet(NormalisedClassifier):
     """A residual network whose stem is one 3x3 convolution, so that small images are not shrunk at once.
 
     Four stages of 64, 128, 256 and 512 channels, each but the first halving the image; a global average; one
@@ -18,12 +17,7 @@ class ResNet(ImageClassifier):
         He, Zhang, Ren & Sun, Deep Residual Learning for Image Recognition, CVPR 2016.
         https://arxiv.org/abs/1512.03385
 
-    Args:
-        input_shape: channels, height and width of one image.
-        classes: how many logits come out.
-        activation: "relu", "leaky-relu", "sigmoid" or "gelu".
-        norm: "batch", "frozen" (batch norm with fixed statistics), "group" (32 groups) or "none".
-        init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
+    See `NormalisedClassifier` for the parameters.
 
     Example:
         >>> ResNet10((3, 32, 32), 10).classifier
@@ -33,21 +27,9 @@ class ResNet(ImageClassifier):
     paper = "He et al., Deep Residual Learning for Image Recognition, CVPR 2016"
     blocks_per_stage: ClassVar[int]
 
-    def __init__(
-        self,
-        input_shape: Sequence[int],
-        classes: int,
-        *,
-        activation: str = "relu",
-        norm: str = "batch",
-        init: str = "default",
-    ) -> None:
-        channels, _, _ = image_shape(self.name, input_shape)
-        layers: list[nn.Module] = [
-            nn.Conv2d(channels, 64, kernel_size=3, padding=1, bias=False),
-            norm_layer(self.name, norm, 64),
-            activation_layer(self.name, activation),
-        ]
+    def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
+        """The stem, four stages of residual blocks, and the average."""
+        layers = [*convolution(self.name, channels, 64, norm, bias=False), activation_layer(self.name, activation)]
         channels = 64
         for width in (64, 128, 256, 512):
             for _ in range(self.blocks_per_stage):
@@ -56,8 +38,7 @@ class ResNet(ImageClassifier):
                     activation_layer(self.name, activation),
                 ]
                 channels = width
-        pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
-        super().__init__(nn.Sequential(*layers, *pool), input_shape, classes, init=init)
+        return [*layers, nn.AdaptiveAvgPool2d(1)]
 
 
 @REGISTRY.register("resnet10")
@@ -72,7 +53,6 @@ class ResNet10(ResNet):
         torch.Size([2, 10])
     """
 
-    name = "resnet10"
     blocks_per_stage = 1
 
 
@@ -87,7 +67,6 @@ class ResNet18(ResNet):
         11173962
     """
 
-    name = "resnet18"
     blocks_per_stage = 2
 
 
@@ -98,17 +77,14 @@ class _Residual(nn.Module):
         super().__init__()
         stride = 1 if channels == width else 2
         self.branch = nn.Sequential(
-            nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False),
-            norm_layer(owner, norm, width),
+            *convolution(owner, channels, width, norm, stride=stride, bias=False),
             activation_layer(owner, activation),
-            nn.Conv2d(width, width, kernel_size=3, padding=1, bias=False),
-            norm_layer(owner, norm, width),
+            *convolution(owner, width, width, norm, bias=False),
         )
         self.shortcut: nn.Module = nn.Identity()
         if channels != width:
             self.shortcut = nn.Sequential(
-                nn.Conv2d(channels, width, kernel_size=1, stride=stride, bias=False),
-                norm_layer(owner, norm, width),
+                *convolution(owner, channels, width, norm, kernel=1, stride=stride, bias=False)
             )
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -38,7 +38,6 @@ class VisionTransformer(ImageClassifier):
         Linear(in_features=128, out_features=10, bias=True)
     """
 
-    name = "vit"
     paper = "Dosovitskiy et al., An Image is Worth 16x16 Words, ICLR 2021"
 
     def __init__(

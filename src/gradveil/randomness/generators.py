@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 _STATE_WORDS = 624  # of the Mersenne Twister, 32 bits each
 _STATE_OFFSET = 24  # where torch's state keeps them, as 64-bit words, behind seed, counters and flags
@@ -33,11 +34,12 @@ def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generat
     generator = torch.Generator(device).manual_seed(int.from_bytes(entropy[:8], "little") >> 1)
     if generator.device.type == "cpu":
         _check_layout()
-        generator.set_state(_with_words(generator.get_state(), np.frombuffer(entropy, "<u4")))
+        generator.set_state(with_words(generator.get_state(), np.frombuffer(entropy, "<u4")))
     return generator
 
 
-def _with_words(state: torch.Tensor, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> torch.Tensor:
+def with_words(state: torch.Tensor, words: NDArray[np.uint32]) -> torch.Tensor:
+    """The state of a CPU generator with the 624 words of its Mersenne Twister replaced."""
     state = state.clone()
     state[_STATE_OFFSET : _STATE_OFFSET + 8 * _STATE_WORDS] = torch.from_numpy(words.astype("<u8").view(np.uint8))
     return state
@@ -52,7 +54,7 @@ def _check_layout() -> None:
     reference = np.random.RandomState(5489)
     words = np.asarray(reference.get_state(legacy=False)["state"]["key"], dtype="<u4")
     generator = torch.Generator().manual_seed(1)
-    generator.set_state(_with_words(generator.get_state(), words))
+    generator.set_state(with_words(generator.get_state(), words))
     drawn = torch.empty(1000, dtype=torch.int64).random_(0, 1 << 24, generator=generator).numpy()
     expected = reference.randint(0, 1 << 32, 1000, dtype=np.uint64) & np.uint64((1 << 24) - 1)
     if not np.array_equal(drawn.astype(np.uint64), expected):

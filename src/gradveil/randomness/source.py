@@ -143,12 +143,10 @@ class SecureSource(Source):
     def normal(self, like: Tensor) -> Tensor:
         """Multiples of 2^-24."""
         result = torch.empty(like.shape, dtype=_working_type(like))
-        target, first = _flat(result), 0
+        target = _flat(result)
         scale = target.dtype.type(2.0**-FINENESS)
-        for run in self._gaussian(2.0**FINENESS, result.numel()):
-            last = first + len(run)
-            np.multiply(run, scale, out=target[first:last], casting="unsafe", dtype=target.dtype)
-            first = last
+        for part, run in self._gaussian(2.0**FINENESS, result.numel()):
+            np.multiply(run, scale, out=target[part], casting="unsafe", dtype=target.dtype)
         return result.to(like.device, like.dtype)
 
     def uniform(self, like: Tensor) -> Tensor:
@@ -186,16 +184,12 @@ class SecureSource(Source):
         within = self._key.stream()
         noisy = None if where is None else _flat(where)
         result = torch.empty(values.shape, dtype=_working_type(values))
-        target, own, first = _flat(result), _flat(values), 0
-        for run in self._gaussian(scale / step if each is None else 2.0**FINENESS, result.numel()):
-            part = slice(first, first + len(run))
-            noise: NDArray[np.float64] = run.astype(np.float64)
-            if each is not None:
-                noise = _rescaled(run, each[part], within)
+        target, own = _flat(result), _flat(values)
+        for part, run in self._gaussian(scale / step if each is None else 2.0**FINENESS, result.numel()):
+            noise = run.astype(np.float64) if each is None else _rescaled(run, each[part], within)
             if noisy is not None:
                 noise *= noisy[part]
             target[part] = _on_grid(own[part], step, noise)
-            first = part.stop
         return result.to(values.device, values.dtype)
 
     def add_laplace(self, values: Tensor, std: float) -> Tensor:
@@ -221,19 +215,21 @@ class SecureSource(Source):
         """
         if std == 0:
             return values.masked_fill(where, 0)
-        fine, within, first = grid_step(std), self._key.stream(), 0
+        fine, within = grid_step(std), self._key.stream()
         coarse = fine * 2.0**_COARSER
         result = torch.empty(values.shape, dtype=_working_type(values))
         target, own, chosen = _flat(result), _flat(values), _flat(where)
-        for run in self._gaussian(std / fine, result.numel()):
-            part = slice(first, first + len(run))
+        for part, run in self._gaussian(std / fine, result.numel()):
             decoys = np.where(chosen[part], _rescaled(run, 2.0**-_COARSER, within), 0.0)
             target[part] = _on_grid(np.where(chosen[part], 0.0, own[part]), coarse, decoys)
-            first = part.stop
         return result.to(values.device, values.dtype)
 
-    def _gaussian(self, deviation: float, count: int) -> Iterator[NDArray[np.int32]]:
-        return discrete_gaussian(deviation).draw(count, self._key.stream())
+    def _gaussian(self, deviation: float, count: int) -> Iterator[tuple[slice, NDArray[np.int32]]]:
+        """Run after run of `count` draws, and which of them it is."""
+        first = 0
+        for run in discrete_gaussian(deviation).draw(count, self._key.stream()):
+            yield slice(first, first + len(run)), run
+            first += len(run)
 
 
 class Draws:
@@ -258,22 +254,19 @@ class Draws:
 
     def normal(self, rows: Tensor) -> Tensor:
         """Standard normal values shaped like `rows`."""
-        return torch.stack([source.normal(row) for source, row in self._each(rows)])
+        return torch.stack([source.normal(row) for source, row in zip(self.sources, rows, strict=True)])
 
     def uniform(self, rows: Tensor) -> Tensor:
         """Uniform values in [0, 1) shaped like `rows`."""
-        return torch.stack([source.uniform(row) for source, row in self._each(rows)])
+        return torch.stack([source.uniform(row) for source, row in zip(self.sources, rows, strict=True)])
 
     def add_normal(self, rows: Tensor, std: float) -> Tensor:
         """`rows` with independent normal noise of standard deviation `std`."""
-        return torch.stack([source.add_normal(row, std) for source, row in self._each(rows)])
+        return torch.stack([source.add_normal(row, std) for source, row in zip(self.sources, rows, strict=True)])
 
     def add_laplace(self, rows: Tensor, std: float) -> Tensor:
         """`rows` with independent Laplace noise of standard deviation `std`."""
-        return torch.stack([source.add_laplace(row, std) for source, row in self._each(rows)])
-
-    def _each(self, rows: Tensor) -> list[tuple[Source, Tensor]]:
-        return list(zip(self.sources, rows, strict=True))
+        return torch.stack([source.add_laplace(row, std) for source, row in zip(self.sources, rows, strict=True)])
 
 
 Randomness = torch.Generator | Source

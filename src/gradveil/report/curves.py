@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradveil.report.page import environment, replace
+from gradveil.folders import replace_file
+from gradveil.report.page import fill_template
 from gradveil.report.scatter import Box, Mark, axis, ticks
 
 WIDTH, HEIGHT = 760.0, 360.0
@@ -71,12 +72,9 @@ def write(
         rows: its cells; the first of each row is a name.
     """
     style = (Path(__file__).parent / "page.css").read_text()
-    page = (
-        environment()
-        .get_template("curves.html.j2")
-        .render(title=title, charts=charts, columns=columns, rows=rows, style=style, width=WIDTH, height=HEIGHT)
-    )
-    return replace(path, page.encode())
+    size = {"width": WIDTH, "height": HEIGHT}
+    page = fill_template("curves.html.j2", title=title, charts=charts, columns=columns, rows=rows, style=style, **size)
+    return replace_file(path, [page.encode()])
 
 
 def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:

@@ -1,18 +1,37 @@
-"""The images of an audit folder."""
+"""The pictures of an audit folder."""
 
-import hashlib
 from io import BytesIO
 from pathlib import Path
 
 from PIL import Image
 
-from gradveil.audit.schema import DIGITS
+from gradveil.audit.rows import ResultRow
+from gradveil.audit.store import bytes_digest
 from gradveil.errors import DataError
+from gradveil.report.read import Audit
 
 _ROOM = 1_000_000  # bytes that a PNG may have beyond its pixels
 
 
-def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> bytes | None:
+def original(audit: Audit, victim: int) -> bytes | None:
+    """The victim's own picture as a PNG; None if there is none."""
+    digest = next((row.original_digest for row in audit.blind if row.victim == victim), None)
+    return None if digest is None else _loaded(audit, f"images/original-v{victim}.png", digest)
+
+
+def found(audit: Audit, row: ResultRow) -> bytes | None:
+    """What an attack made of a victim, as a PNG; None if there is none."""
+    return None if row.image is None else _loaded(audit, row.image, row.image_digest)
+
+
+def _loaded(audit: Audit, name: str, digest: str | None) -> bytes | None:
+    if name not in audit.loaded:
+        size = audit.modality.rendered_size(audit.config["input_shape"], audit.examples)
+        audit.loaded[name] = _load(audit.folder, name, digest, size)
+    return audit.loaded[name]
+
+
+def _load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> bytes | None:
     """The PNG `name` of an audit folder, None if it is not there.
 
     Args:
@@ -30,7 +49,7 @@ def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> 
         if not path.is_file() or path.stat().st_size > 4 * size[0] * size[1] + _ROOM:
             raise ValueError(f"it must be a file that {size[0]} x {size[1]} pixels account for")
         content = path.read_bytes()
-        if (got := hashlib.sha256(content).hexdigest()[:DIGITS]) != digest:
+        if (got := bytes_digest(content)) != digest:
             raise ValueError(f"its digest must be {digest}, as its row has it, and is {got}: it is another image")
         with Image.open(BytesIO(content), formats=["PNG"]) as image:
             if image.size != size:
@@ -44,7 +63,9 @@ def load(folder: Path, name: str, digest: str | None, size: tuple[int, int]) -> 
     return content
 
 
-def opened(content: bytes) -> Image.Image:
-    """What `load` returned, as pixels."""
+def opened(content: bytes | None) -> Image.Image | None:
+    """A loaded PNG as pixels; None if there is none."""
+    if content is None:
+        return None
     with Image.open(BytesIO(content), formats=["PNG"]) as image:
         return image.convert("RGB")

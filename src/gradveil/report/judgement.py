@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from enum import Enum
 from statistics import fmean
 
+from gradveil.audit.rows import MethodId
 from gradveil.audit.store import resume_command
-from gradveil.modality.image import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
 from gradveil.report.flags import Raised, raised
-from gradveil.report.read import ADAPTIVE, UNDEFENDED, Audit, adaptive
+from gradveil.report.read import UNDEFENDED, Audit
 from gradveil.report.scores import Score, score
 from gradveil.report.text import join, names, percent, plural
 
@@ -75,22 +75,22 @@ def outcome(audit: Audit, defense: str) -> Outcome:
         return Outcome.UNKNOWN
     leaked = max((_share(result) for _, result in _results(audit, defense)), default=0.0)
     if leaked:
-        before = max(_share(score(audit.without_defense(attack))) for attack in working)
+        before = max(_share(score(audit, audit.without_defense(attack))) for attack in working)
         return Outcome.WEAKENS if leaked < before else Outcome.FAILS
-    unfinished = {audit.plain(attack) for name, attack, _ in audit.missing_attempts() if name == defense}
+    unfinished = {attack.spec for name, attack, _ in audit.missing_attempts() if name == defense}
     if not unfinished.isdisjoint(_working_methods(audit)):
         return Outcome.UNKNOWN
     return Outcome.STOPS if _stopped(audit, defense) else Outcome.NOT_SHOWN
 
 
-def _working(audit: Audit) -> list[str]:
+def _working(audit: Audit) -> list[MethodId]:
     """The attacks that recover at least one victim undefended."""
     return [attack for attack in audit.attacks if any(row.leaked for row in audit.without_defense(attack))]
 
 
 def _working_methods(audit: Audit) -> list[str]:
-    """The same without their adaptive variants."""
-    return list(dict.fromkeys(audit.plain(attack) for attack in _working(audit)))
+    """Their specs, each once."""
+    return list(dict.fromkeys(attack.spec for attack in _working(audit)))
 
 
 def _stopped(audit: Audit, defense: str) -> list[str]:
@@ -101,11 +101,10 @@ def _stopped(audit: Audit, defense: str) -> list[str]:
     """
     found = []
     for method in _working_methods(audit):
-        leaking = {row.victim for row in audit.without_defense(method) if row.leaked}
-        if (
-            len(leaking & {row.victim for row in audit.of(defense, method) + audit.of(defense, adaptive(method))})
-            >= ENOUGH
-        ):
+        plain, adaptive = MethodId(method), MethodId(method, adaptive=True)
+        leaking = {row.victim for row in audit.without_defense(plain) if row.leaked}
+        attacked = {row.victim for row in audit.of(defense, plain) + audit.of(defense, adaptive)}
+        if len(leaking & attacked) >= ENOUGH:
             found.append(method)
     return found
 
@@ -117,34 +116,40 @@ def _adapted(audit: Audit, defense: str) -> list[str]:
     """
     if defense in audit.generic:
         return []
-    return [method for method in _working_methods(audit) if audit.of(defense, adaptive(method))]
+    return [method for method in _working_methods(audit) if audit.of(defense, MethodId(method, adaptive=True))]
 
 
-def _short_names(audit: Audit, attacks: Sequence[str]) -> str:
-    return join([f"`{audit.short(attack)}`" for attack in attacks])
+def _short_names(audit: Audit, methods: Sequence[str]) -> str:
+    return join([f"`{audit.short(MethodId(method))}`" for method in methods])
 
 
-def _results(audit: Audit, defense: str) -> list[tuple[str, Score]]:
+def _results(audit: Audit, defense: str) -> list[tuple[MethodId, Score]]:
     """The attacks that ran under `defense`, with what they reached."""
-    return [(attack, score(rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
+    return [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
 
 
 def _share(result: Score) -> float:
     return result.leaked / result.victims
 
 
+def _success(audit: Audit, result: Score) -> tuple[float, float]:
+    """By which attacks are compared: by what leaked, then by how close they came."""
+    return _share(result), audit.primary.closeness(result.median)
+
+
 def _victims(audit: Audit, count: int) -> str:
-    return plural(count, "image") if audit.images == 1 else f"{plural(count, 'batch')} of {audit.images} images"
+    unit = audit.modality.unit
+    return plural(count, unit) if audit.examples == 1 else f"{plural(count, 'batch')} of {audit.examples} {unit}s"
 
 
 def _noun(audit: Audit) -> str:
-    return "images" if audit.images == 1 else "batches"
+    return f"{audit.modality.unit}s" if audit.examples == 1 else "batches"
 
 
 def _lead(audit: Audit) -> Sentence:
     if not audit.attempts:
         return Sentence("No attack has finished yet.", Outcome.UNKNOWN)
-    if audit.undefended is None:
+    if UNDEFENDED not in audit.defenses:
         return Sentence(f"Nothing was attacked without a defense (`{UNDEFENDED}`).", Outcome.UNKNOWN)
     results = _results(audit, UNDEFENDED)
     if not results:
@@ -154,7 +159,7 @@ def _lead(audit: Audit) -> Sentence:
         count = f"{result.leaked or 'none'} of {result.victims:,}"
         if position == 0:
             count = f"recovers {result.leaked or 'none'} of {_victims(audit, result.victims)}"
-        clauses.append(f"`{audit.short(attack)}` {count} (median {result.psnr:.1f} dB)")
+        clauses.append(f"`{audit.short(attack)}` {count} (median {audit.primary.words(result.median)})")
     leaks = any(result.leaked for _, result in results)
     return Sentence(f"Without a defense, {join(clauses)}.", Outcome.FAILS if leaks else Outcome.UNKNOWN)
 
@@ -163,9 +168,8 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
     """The defenses by what they do; nothing where no attack works, since then nothing follows."""
     if not _working(audit):
         return
-    groups: dict[Outcome, list[str]] = {kind: [] for kind in Outcome}
-    for defense in audit.real_defenses:
-        groups[outcome(audit, defense)].append(defense)
+    found = {defense: outcome(audit, defense) for defense in audit.real_defenses}
+    groups = {kind: [defense for defense in found if found[defense] is kind] for kind in Outcome}
     texts = {
         Outcome.STOPS: _stopping(audit, groups[Outcome.STOPS]),
         Outcome.NOT_SHOWN: _not_showing(audit, groups[Outcome.NOT_SHOWN]),
@@ -202,7 +206,7 @@ def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
 def _not_showing(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if not defenses:
         return
-    most = max((score(audit.without_defense(attack)) for attack in _working(audit)), key=_share)
+    most = max((score(audit, audit.without_defense(attack)) for attack in _working(audit)), key=_share)
     yield (
         f"{names(defenses)}: not shown. Nothing is recovered, but without a defense it is only {most.leaked} of "
         f"{_victims(audit, most.victims)}, and {ENOUGH} are needed to tell a defense from luck. A stronger attack "
@@ -215,7 +219,7 @@ def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
         yield f"{names(defenses)} are not enough: under each, an attack still recovers some {_noun(audit)}."
         return
     for defense in defenses:
-        attack, result = max(_results(audit, defense), key=lambda pair: (_share(pair[1]), pair[1].psnr))
+        attack, result = max(_results(audit, defense), key=lambda pair: _success(audit, pair[1]))
         yield (
             f"`{defense}` is not enough: `{audit.short(attack)}` still recovers {result.leaked} of "
             f"{_victims(audit, result.victims)}{_ignorant(audit, defense, attack, result)}."
@@ -237,11 +241,11 @@ def _unfinished(defenses: list[str]) -> Iterator[str]:
         yield f"{names(defenses)} {verb} not judged yet: attacks are missing."
 
 
-def _ignorant(audit: Audit, defense: str, attack: str, result: Score) -> str:
+def _ignorant(audit: Audit, defense: str, attack: MethodId, result: Score) -> str:
     """What attackers who do not know the defense get, where knowing it made the difference."""
-    if not attack.endswith(ADAPTIVE):
+    if not attack.adaptive:
         return ""
-    plain = [found for other, found in _results(audit, defense) if not other.endswith(ADAPTIVE)]
+    plain = [found for other, found in _results(audit, defense) if not other.adaptive]
     most = max(plain, key=_share, default=None)
     if most is None or _share(most) >= _share(result):
         return ""
@@ -276,11 +280,8 @@ def _cost(audit: Audit, defense: str) -> str:
 
 
 def _caveats(audit: Audit) -> Iterator[str]:
-    yield from _unfinished_caveats(audit)
-    yield from _attack_caveats(audit)
-    yield from _randomness_caveats(audit)
-    yield from _blind_caveats(audit)
-    yield from _metric_caveats(audit)
+    for part in (_unfinished_caveats, _attack_caveats, _randomness_caveats, _blind_caveats, _metric_caveats):
+        yield from part(audit)
 
 
 def _unfinished_caveats(audit: Audit) -> Iterator[str]:
@@ -302,23 +303,14 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
 
 
 def _attack_caveats(audit: Audit) -> Iterator[str]:
-    fed_back = [defense for defense in audit.real_defenses if "+error-feedback" in defense]
-    if fed_back:
-        yield (
-            f"{names(fed_back)}: attacked in a client's first round, before error feedback has sent anything that was "
-            "held back; later rounds send of it what the defense lets through."
-        )
-    named_private = [defense for defense in audit.real_defenses if "optimal-dp-sgd" in defense]
-    if named_private:
-        yield (
-            f"{names(named_private)}: in spite of the name no differential privacy, so there is no (epsilon, delta): "
-            "it clips coordinates, not examples, and its noise depends on the data."
-        )
+    for caveat, specs in audit.caveats.items():
+        yield f"{names(specs)}: {caveat}"
     stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
     if stopping:
         yield (
-            f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public images, and "
-            "attackers who only ask whose data it was, are not among them and may succeed where these fail."
+            f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public "
+            f"{audit.modality.unit}s, and attackers who only ask whose data it was, are not among them and may succeed "
+            "where these fail."
         )
     generic = [defense for defense in stopping if defense in audit.generic]
     if generic:
@@ -327,9 +319,7 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             "none was written for this defense, and one that was may recover more."
         )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
-    for defense in stopping:
-        if defense in generic:
-            continue
+    for defense in [defense for defense in stopping if defense not in generic]:
         by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
     for methods, defenses in by_adapted.items():
         if len(methods) < len(_working_methods(audit)):
@@ -339,8 +329,9 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     misled = [defense for defense in stopping if _labels_right(audit, defense) < MISLED]
     if misled:
         yield (
-            f"{names(misled)}: most labels were inferred wrongly, and with a wrong label no image is found. An "
-            "attacker who has the labels, or tries them all, may recover more: see `--labels known`."
+            f"{names(misled)}: most labels were inferred wrongly, and with a wrong label no "
+            f"{audit.modality.unit} is found. An attacker who has the labels, or tries them all, may recover more: see "
+            "`--labels known`."
         )
 
 
@@ -355,7 +346,9 @@ def _randomness_caveats(audit: Audit) -> Iterator[str]:
 
 def _labels_right(audit: Audit, defense: str) -> float:
     """Share of the labels that the attackers of a defense had right."""
-    known = [row.label_correct for row in audit.attempts if row.defense == defense and row.label_correct is not None]
+    known = [
+        row.label_correct for row in audit.attempts if row.defense_spec == defense and row.label_correct is not None
+    ]
     return fmean(known) if known else 1.0
 
 
@@ -365,19 +358,21 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
     if not audit.blind:
         yield "The blind-guess rows are missing: what anyone could guess without a gradient is unknown here."
         return
-    reaching = [row for row in audit.blind if row.psnr >= LEAK_PSNR or row.ssim >= LEAK_SSIM]
+    reaching = [row for row in audit.blind if audit.modality.leaked(row.scores, blind=None)]
     if reaching:
+        modality, median = audit.modality, audit.primary.words(score(audit, audit.blind).median)
+        margin = f" A leak counts only {modality.margin} that guess." if modality.margin else ""
         yield (
-            "The blind guess alone, the public mean image of the class, reaches the threshold for "
-            f"{len(reaching)} of {_victims(audit, len(audit.blind))} (median {score(audit.blind).psnr:.1f} "
-            f"dB): these images look alike. A leak counts only {LEAK_MARGIN:g} dB above that guess."
+            f"The blind guess alone, {modality.guess}, reaches the threshold for {len(reaching)} of "
+            f"{_victims(audit, len(audit.blind))} (median {median}): these {modality.unit}s look alike.{margin}"
         )
 
 
 def _metric_caveats(audit: Audit) -> Iterator[str]:
-    without = sum(row.lpips is None for row in audit.attempts)
-    if without:
-        yield (
-            f"LPIPS is missing in {without:,} of {plural(len(audit.attempts), 'row')}: its weights were not "
-            "there. `gradveil data get lpips-alex` fetches them."
-        )
+    for metric in audit.metrics:
+        without = sum(row.scores[metric.name] is None for row in audit.attempts)
+        if without and metric.remedy:
+            yield (
+                f"{metric.title} is missing in {without:,} of {plural(len(audit.attempts), 'row')}: its weights were "
+                f"not there. `{metric.remedy}` fetches them."
+            )

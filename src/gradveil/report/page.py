@@ -1,99 +1,98 @@
 """report.html: everything about an audit in one file that opens offline."""
 
-import os
 import re
 from collections.abc import Sequence
-from io import BytesIO
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradveil.errors import DataError
-from gradveil.modality.image import LEAK_MARGIN, LEAK_PSNR, LEAK_SSIM
-from gradveil.report.flags import FLAGS, Raised
+from gradveil.folders import replace_file
+from gradveil.report.flags import Raised, flags_for, raised
 from gradveil.report.gallery import figures, victim_names
 from gradveil.report.judgement import judge
-from gradveil.report.picture import overview
+from gradveil.report.picture import write_overview
 from gradveil.report.read import UNDEFENDED, Audit, read
-from gradveil.report.scatter import Line, Point, layout, pareto
-from gradveil.report.scores import score, strongest
+from gradveil.report.scatter import Line, Point, Scale, layout, pareto
+from gradveil.report.scores import gain, score, strongest
 from gradveil.report.tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
 from gradveil.report.text import percent
 
 
-def write(folder: Path) -> Path:
+def write(source: Path | Audit) -> Path:
     """Write `report.html` and `overview.png` into an audit folder, finished or not.
 
     Reads `config.json`, `results.jsonl`, `utility.jsonl` and `images/`. What is missing is named on the page.
 
     Args:
-        folder: the audit's folder (`--out`).
+        source: the audit's folder (`--out`), or what `read` made of it.
 
     Returns:
         The path of the page.
     """
-    audit = read(folder)
-    sheet = BytesIO()
-    overview(audit).save(sheet, format="PNG", optimize=True)
+    audit = _audit(source)
     page = render(audit).encode()
-    replace(audit.folder / "overview.png", sheet.getvalue())
-    return replace(audit.folder / "report.html", page)
+    write_overview(audit)
+    return replace_file(audit.folder / "report.html", [page])
 
 
-def verdict(folder: Path) -> list[str]:
+def verdict(source: Path | Audit) -> list[str]:
     """The flags of an audit, its headline, then its caveats, in plain sentences."""
-    return judge(read(folder)).lines()
+    return judge(_audit(source)).lines()
 
 
-def raised_flags(folder: Path) -> list[Raised]:
+def raised_flags(source: Path | Audit) -> list[Raised]:
     """The flags that an audit raises."""
-    return list(judge(read(folder)).flags)
+    return raised(_audit(source))
 
 
-def summary(folder: Path) -> Table:
-    """The table of attacks: `columns` with titles, `texts()` for a terminal, `rows` of cells with values."""
-    return attack_table(read(folder))
+def summary(source: Path | Audit) -> Table:
+    """The table of attacks: `columns` with titles, `texts()` for a terminal, `csv()`, `rows` of cells with values."""
+    return attack_table(_audit(source))
+
+
+def _audit(source: Path | Audit) -> Audit:
+    return source if isinstance(source, Audit) else read(source)
 
 
 def render(audit: Audit) -> str:
     """The page as text."""
     points, not_shown, axis = _points(audit)
-    lines = [Line(f"{LEAK_PSNR:g} dB threshold", LEAK_PSNR)]
+    primary, threshold = audit.primary, audit.modality.threshold
+    lines = []
+    if threshold is not None:
+        lines.append(Line(f"{threshold:g} {primary.unit}".rstrip() + " threshold", primary.closeness(threshold)))
     if audit.blind:
-        lines.append(Line("blind guess", score(audit.blind).psnr))
+        lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
+    chart = partial(layout, points, lines, Scale(10 * primary.noticeable or 0.1, primary.closeness(1)))
     shown = figures(audit)
-    return (
-        environment()
-        .get_template("page.html.j2")
-        .render(
-            audit=audit,
-            verdict=judge(audit),
-            figures=shown,
-            victim_names=victim_names(audit),
-            images_missing=sum(shot.uri is None for figure in shown for row in figure.strips for shot in row.shots),
-            attacks=attack_table(audit),
-            utility=utility_table(audit),
-            ranking=ranking(audit),
-            matches=match_table(audit),
-            price=_price(audit),
-            flags=FLAGS,
-            axis=axis,
-            charts={
-                "wide": layout(points, lines, width=900, numbered=False),
-                "narrow": layout(points, lines, width=350, numbered=True),
-            }
-            if points
-            else {},
-            not_shown=not_shown,
-            facts=_facts(audit),
-            rule={"psnr": LEAK_PSNR, "ssim": LEAK_SSIM, "margin": LEAK_MARGIN},
-        )
+    return fill_template(
+        "page.html.j2",
+        audit=audit,
+        verdict=judge(audit),
+        figures=shown,
+        victim_names=victim_names(audit),
+        absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
+        attacks=attack_table(audit),
+        utility=utility_table(audit),
+        ranking=ranking(audit),
+        matches=match_table(audit),
+        price=_price(audit),
+        flags=flags_for(audit.modality, audit.metrics),
+        axis=axis,
+        charts={"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)} if points else {},
+        not_shown=not_shown,
+        facts=_facts(audit),
+        modality=audit.modality,
+        unit=audit.modality.unit,
+        primary=primary,
     )
 
 
-def environment() -> Environment:
-    """The templates of this folder."""
+def fill_template(name: str, **values: Any) -> str:
+    """A template of this folder with these values in it."""
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -101,10 +100,8 @@ def environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters["code"] = _code
-    made.filters["breakable"] = _breakable
-    made.filters["polyline"] = _polyline
-    return made
+    made.filters |= {"code": _code, "breakable": _breakable, "polyline": _polyline}
+    return made.get_template(name).render(values)
 
 
 def _code(sentence: str) -> Markup:
@@ -137,18 +134,19 @@ def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
     relative = all(utility.pmm is not None for _, _, utility in shown.values())
     points = []
     for defense, (attack, result, utility) in shown.items():
-        leaked = any(row.leaked for row in audit.attempts if row.defense == defense)
+        leaked = any(row.leaked for row in audit.attempts if row.defense_spec == defense)
         kept = "" if utility.pmm is None or defense == UNDEFENDED else f", {percent(utility.pmm)} of the undefended"
-        interval = result.psnr_interval
-        between = f" ({interval.low:.1f} to {interval.high:.1f})" if interval.known else ""
+        primary, interval = audit.primary, result.interval
+        between = f" ({primary.figure(interval.low)} to {primary.figure(interval.high)})" if interval.known else ""
         detail = (
-            f"strongest attack: {audit.short(attack)}, median {result.psnr:.1f} dB{between}, "
+            f"strongest attack: {audit.short(attack)}, median {primary.words(result.median)}{between}, "
             f"{'something leaked' if leaked else 'nothing leaked'}; "
             f"accuracy {percent(utility.accuracy)}{kept}"
         )
         x = utility.pmm if relative and utility.pmm is not None else utility.accuracy
-        ends = (interval.low, interval.high) if interval.known else None
-        points.append(Point(defense, x, result.psnr, leaked, detail, family(defense), ends))
+        closest = gain(audit, interval)
+        ends = (closest.low, closest.high) if interval.known else None
+        points.append(Point(defense, x, closest.estimate, leaked, detail, family(defense), ends))
     not_shown = [defense for defense in audit.defenses if defense not in shown]
     return pareto(points), not_shown, "PMM" if relative else "accuracy"
 
@@ -177,7 +175,7 @@ def _price(audit: Audit) -> dict[str, str] | None:
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
     """All of the config but the command and the methods, which the page shows by themselves."""
-    elsewhere = {"command", "defenses", "attacks", "adapted", "generic"}
+    elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "caveats"}
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in elsewhere]
 
 
@@ -189,19 +187,8 @@ def _words(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, int):
         return f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(_words(item) for item in value)
     return str(value)
-
-
-def replace(path: Path, content: bytes) -> Path:
-    """Write a file so that nobody ever sees half of it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be written ({error.strerror}); make its folder writable") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path

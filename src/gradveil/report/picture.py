@@ -3,11 +3,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 
 from PIL import Image, ImageDraw, ImageFont
 
-from gradveil.report.images import opened
-from gradveil.report.read import Attempt, Audit, title
+from gradveil.audit.rows import ResultRow
+from gradveil.folders import replace_file
+from gradveil.report import images
+from gradveil.report.read import Audit, title
 from gradveil.report.scores import strongest
 
 # In pixels; the sheet is drawn at twice the size it is meant to be seen at, to be sharp on dense screens.
@@ -31,14 +34,21 @@ class _Row:
     leaked: Sequence[bool]
 
 
+def write_overview(audit: Audit) -> None:
+    """Write overview.png into the audit's folder."""
+    content = BytesIO()
+    overview(audit).save(content, format="PNG", optimize=True)
+    replace_file(audit.folder / "overview.png", [content.getvalue()])
+
+
 def overview(audit: Audit) -> Image.Image:
-    """The contact sheet: a row for the originals and one for each defense, a column a victim."""
+    """The contact sheet: a row for the originals and one for each defense, one column per victim."""
     rows = _rows(audit)
     columns = len(rows[0].images)
     heading = [(_heading(audit), HEADING, INK)]
     labels = min(MOST_LABEL, max(_width(line) for row in rows for line in row.label)) + 2 * GAP
     room = (WIDTH - 2 * MARGIN - labels) // max(columns, 1) - GAP
-    most = min(CELL * audit.images, room)
+    most = min(CELL * audit.examples, room)
     pictures = [[image and _enlarge(image, most) for image in row.images] for row in rows]
     cell = max((picture.width for line in pictures for picture in line if picture), default=most)
     width = 2 * MARGIN + max(labels + columns * (cell + GAP) - GAP, min(_width(heading[0]), MOST_LABEL))
@@ -61,7 +71,7 @@ def overview(audit: Audit) -> Image.Image:
 
 def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MOST_VICTIMS))
-    originals = [_opened(audit.original(victim)) for victim in victims]
+    originals = [images.opened(images.original(audit, victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
     return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
@@ -71,24 +81,20 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
     label = [(name, NAME, INK)]
     if parameters:
         label.append((parameters.replace(",", ", "), PARAMETERS, QUIET))
-    found: dict[int, Attempt] = {}
+    found: dict[int, ResultRow] = {}
     if best := strongest(audit, defense):
         attack, result = best
         found = {attempt.victim: attempt for attempt in audit.of(defense, attack)}
         label.append((audit.short(attack), PARAMETERS, QUIET))
-        note = f"median {result.psnr:.1f} dB, leaked {result.leaked}/{result.victims}"
+        note = f"median {audit.primary.words(result.median)}, leaked {result.leaked}/{result.victims}"
         label.append((note, NOTE, LEAK if result.leaked else SAFE))
     else:
         label.append(("not attacked yet", NOTE, QUIET))
     return _Row(
         label,
-        [_opened(audit.picture(found[victim])) if victim in found else None for victim in victims],
+        [images.opened(images.found(audit, found[victim])) if victim in found else None for victim in victims],
         [victim in found and found[victim].leaked for victim in victims],
     )
-
-
-def _opened(content: bytes | None) -> Image.Image | None:
-    return None if content is None else opened(content)
 
 
 def _heading(audit: Audit) -> str:
@@ -108,7 +114,7 @@ def _paste(sheet: Image.Image, picture: Image.Image | None, left: int, top: int,
     """Put the picture into the middle of its row, in a thick red frame if it leaked."""
     draw = ImageDraw.Draw(sheet)
     if picture is None:
-        draw.text((left, top + height // 2), "no image", fill=QUIET, font=_font(PARAMETERS), anchor="lm")
+        draw.text((left, top + height // 2), "missing", fill=QUIET, font=_font(PARAMETERS), anchor="lm")
         return
     top += (height - picture.height) // 2
     sheet.paste(picture, (left, top))

@@ -39,6 +39,17 @@ class Line:
 
 
 @dataclass(frozen=True)
+class Scale:
+    """How y is drawn: over a difference of at least `least`; with a `sign` of -1, its ticks say the negative."""
+
+    least: float = 5.0
+    sign: float = 1.0
+
+
+PLAIN = Scale()
+
+
+@dataclass(frozen=True)
 class Box:
     """A rectangle in pixels."""
 
@@ -121,28 +132,32 @@ class Chart:
     markers: tuple[Marker, ...]
 
 
-def layout(points: Sequence[Point], lines: Sequence[Line], *, width: float, numbered: bool) -> Chart:
+def layout(
+    points: Sequence[Point], lines: Sequence[Line], scale: Scale = PLAIN, *, width: float, numbered: bool
+) -> Chart:
     """Lay out at least one point. Labels never overlap: the chart grows until all have a place.
 
     Args:
         points: the defenses; x is a share of 1.
         lines: horizontal marks.
+        scale: of y.
         width: of the whole chart, in pixels.
         numbered: label the points with numbers from 1 on, for a screen too narrow for names.
     """
     height = 380.0 if numbered else 440.0
-    while (chart := _try_layout(points, lines, width, height, numbered)) is None:
+    while (chart := _try_layout(points, lines, scale, width, height, numbered)) is None:
         height += 60.0
     return chart
 
 
 def _try_layout(
-    points: Sequence[Point], lines: Sequence[Line], width: float, height: float, numbered: bool
+    points: Sequence[Point], lines: Sequence[Line], scale: Scale, width: float, height: float, numbered: bool
 ) -> Chart | None:
     plot = Box(46.0, 14.0, width - 46.0 - 14.0, height - 14.0 - 44.0)
     x_low, x_high, x_step = axis([point.x for point in points], room=0.06, least=0.05)
     ends = [end for point in points for end in point.interval or ()]
-    y_low, y_high, y_step = axis([*(point.y for point in points), *ends, *(line.y for line in lines), 0.0], 0.05, 5.0)
+    heights = [*(point.y for point in points), *ends, *(line.y for line in lines), 0.0]
+    y_low, y_high, y_step = axis(heights, 0.05, scale.least)
 
     def to_x(value: float) -> float:
         return plot.left + plot.width * (value - x_low) / (x_high - x_low)
@@ -173,7 +188,7 @@ def _try_layout(
         height=height,
         plot=plot,
         x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in ticks(x_low, x_high, x_step)),
-        y_ticks=tuple(Mark(to_y(at), f"{at:g}", plot.left - 8) for at in ticks(y_low, y_high, y_step)),
+        y_ticks=tuple(Mark(to_y(at), f"{scale.sign * at + 0:g}", plot.left - 8) for at in ticks(y_low, y_high, y_step)),
         lines=tuple(marks),
         paths=tuple(_paths(points, places)),
         markers=tuple(markers),

@@ -2,6 +2,6 @@
 
 from gradveil.task.model import Classifier, Gradients
 from gradveil.task.sensitivity import sensitivity_error
-from gradveil.task.task import LOSSES, Loss, Task, differentiate_by_autograd
+from gradveil.task.task import LOSSES, Loss, Task
 
-__all__ = ["LOSSES", "Classifier", "Gradients", "Loss", "Task", "differentiate_by_autograd", "sensitivity_error"]
+__all__ = ["LOSSES", "Classifier", "Gradients", "Loss", "Task", "sensitivity_error"]

@@ -63,15 +63,14 @@ class FunctionalModel:
         self.tracking = _share_tensors(model)
         self.stateless = _share_tensors(model)
         self.evaluating = _share_tensors(model).eval()
-        self.batch_norms = [
-            name
-            for name, module in model.named_modules()
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
-        ]
+        self.batch_norms: list[str] = []
         for name, module in model.named_modules():
-            if name in self.batch_norms:
+            if not isinstance(module, _BatchNorm):
+                continue
+            if module.training or module.running_mean is None:
+                self.batch_norms.append(name)
                 _forget_running_statistics(self.stateless.get_submodule(name))
-            elif isinstance(module, _BatchNorm) and name:
+            elif name:
                 _replace(self.stateless, name, _FrozenBatchNorm(module))
         self.stateless_names = {name for name, _ in named_tensors(self.stateless)}
 
@@ -84,10 +83,10 @@ class FunctionalModel:
             with sdpa_kernel(SDPBackend.MATH):
                 output: Tensor = functional_call(view, dict(tensors), (inputs,))
         except ValueError as error:
-            if "more than 1 value per channel" not in str(error):
+            if "more than 1 value" not in str(error):
                 raise
             raise InputError(
-                f"Task: batch norm cannot take its statistics from a single value per channel ({error}); use a larger "
+                f"Task: batch norm cannot take its statistics from a single value ({error}); use a larger "
                 "batch (no remainder of 1), put batch norm in eval mode, or use group norm"
             ) from error
         return output

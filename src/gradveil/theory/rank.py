@@ -111,8 +111,7 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
     result = []
     for place, leaf in enumerate(leaves):
         kind, unknowns = type(leaf.module).__name__, leaf.inputs.numel()
-        obstacle = "" if leaf.follows else _JUNCTION
-        obstacle = obstacle or why_impassable(leaf.module)
+        obstacle = why_impassable(leaf.module) if leaf.follows else _JUNCTION
         if obstacle:
             outputs = leaf.outputs.numel() if "Pool" in kind and leaf.follows else 0
             result.append(LayerRank(leaf.name, kind, unknowns, outputs, 0, outputs, obstacle))
@@ -172,14 +171,12 @@ PASSABLE = (nn.Linear, nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.Flatten, nn.Identit
 
 def _known_and_slope(behind: nn.Module, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Where the activation behind a convolution can be undone, and its slope."""
-    if isinstance(behind, nn.ReLU):
-        return outputs > 0, (outputs > 0).to(outputs.dtype)
+    known = outputs > 0 if isinstance(behind, nn.ReLU) else torch.ones_like(outputs, dtype=torch.bool)
     if isinstance(behind, nn.LeakyReLU):
-        return torch.ones_like(outputs, dtype=torch.bool), torch.where(outputs > 0, 1.0, behind.negative_slope).double()
+        return known, torch.where(outputs > 0, 1.0, behind.negative_slope).double()
     if isinstance(behind, nn.Sigmoid):
-        value = outputs.sigmoid()
-        return torch.ones_like(outputs, dtype=torch.bool), value * (1 - value)
-    return torch.ones_like(outputs, dtype=torch.bool), torch.ones_like(outputs)
+        return known, outputs.sigmoid() * (1 - outputs.sigmoid())
+    return known, known.to(outputs.dtype)
 
 
 def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
@@ -202,7 +199,7 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
         for channel in range(channels):
             probe = hidden.new_zeros(count, channels, height, width)
             probe[:, channel] = hidden[:, 0]
-            seen = F.conv2d(probe, conv.weight, stride=conv.stride, padding=conv.padding, dilation=conv.dilation)
+            seen = F.conv2d(probe, conv.weight, **geometry(conv))
             columns.append((seen * known).flatten(1))
         stacked = torch.cat(columns)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
@@ -220,6 +217,11 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
     return LayerRank(leaf.name, type(conv).__name__, unknowns, forward, gradient, rank, reason)
 
 
+def geometry(conv: nn.Conv2d) -> dict[str, Any]:
+    """Stride, padding and dilation of a convolution, as torch's functions take them."""
+    return {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+
+
 def gradient_equations(conv: nn.Conv2d, size: tuple[int, int], signal: Tensor) -> Tensor:
     """The linear map from one input channel to its weight gradient, ``[out_channels * kernel area, height * width]``.
 
@@ -230,6 +232,5 @@ def gradient_equations(conv: nn.Conv2d, size: tuple[int, int], signal: Tensor) -
     """
     pixels = math.prod(size)
     each = torch.eye(pixels, dtype=signal.dtype, device=signal.device).view(pixels, 1, *size)
-    options: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
-    patches = F.unfold(each, conv.kernel_size, **options)  # [pixels, kernel area, places]
+    patches = F.unfold(each, conv.kernel_size, **geometry(conv))  # [pixels, kernel area, places]
     return torch.einsum("pkl,ol->okp", patches, signal[0].flatten(1)).flatten(0, 1)

@@ -14,6 +14,7 @@ from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
 from gradveil.task import Task
 
+Batches = Batch | Sequence[Batch]
 SMOOTHING = 0.1
 """Standard deviation of the noise that makes a prior of single images; see `reconstruction_bound`."""
 
@@ -64,7 +65,7 @@ def cramer_rao(values: int, data_information: float, prior_information: float) -
 
 def reconstruction_bound(
     task: Task,
-    data: Batch | Sequence[Batch],
+    data: Batches,
     noise: float | Mapping[str, Tensor] | Defense | None,
     *,
     tau: float = SMOOTHING,
@@ -129,7 +130,7 @@ def reconstruction_bound(
     return cramer_rao(values, math.fsum(traces) / len(traces), values / tau**2)
 
 
-def _batches(data: Batch | Sequence[Batch]) -> Sequence[Batch]:
+def _batches(data: Batches) -> Sequence[Batch]:
     one_batch = isinstance(data, tuple) and isinstance(data[0], Tensor)
     return [data] if one_batch else data  # type: ignore[list-item, return-value]
 
@@ -157,12 +158,7 @@ class Usefulness:
 
 
 def usefulness(
-    task: Task,
-    data: Batch | Sequence[Batch],
-    defense: Defense,
-    *,
-    draws: int = 32,
-    generator: torch.Generator | None = None,
+    task: Task, data: Batches, defense: Defense, *, draws: int = 32, generator: torch.Generator | None = None
 ) -> Usefulness:
     r"""U1 and U2 of any defense, measured by sharing each batch several times.
 

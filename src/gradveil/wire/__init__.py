@@ -92,7 +92,8 @@ __all__ = ["MAX_VALUES", "decode", "decode_locations", "digest", "encode", "enco
 MAX_VALUES = 100_000_000
 """How many values a message may declare when nobody says what to expect."""
 
-Locations = Mapping[str, Tensor]
+Layers = Mapping[str, Tensor]
+Locations = Layers
 
 
 def encode(update: Update, locations: Locations | None = None) -> bytes:
@@ -140,11 +141,7 @@ def encode(update: Update, locations: Locations | None = None) -> bytes:
 
 
 def decode(
-    message: bytes,
-    locations: Locations | None = None,
-    *,
-    like: Mapping[str, Tensor] | None = None,
-    max_values: int = MAX_VALUES,
+    message: bytes, locations: Locations | None = None, *, like: Layers | None = None, max_values: int = MAX_VALUES
 ) -> Update:
     """The update that `encode` turned into `message`; anything else raises `DataError`.
 
@@ -156,7 +153,7 @@ def decode(
     """
     with _data_errors("update"):
         header, reader = read(memoryview(message))
-        _check_layers(header, UPDATE, like, max_values, types=True)
+        _check_layers(header, UPDATE, like, max_values)
         known = {} if header.digest is None else _flat_sets(_the_same(header.digest, locations))
         values = {entry.name: _decode_layer(entry, reader, known.get(entry.name)) for entry in header.layers}
         buffers = {entry.name: _decode_buffer(entry, reader) for entry in header.buffers}
@@ -183,9 +180,7 @@ def encode_locations(locations: Locations) -> bytes:
     return write(Header(LOCATIONS, layers, []), body)
 
 
-def decode_locations(
-    message: bytes, *, like: Mapping[str, Tensor] | None = None, max_values: int = MAX_VALUES
-) -> dict[str, Tensor]:
+def decode_locations(message: bytes, *, like: Layers | None = None, max_values: int = MAX_VALUES) -> dict[str, Tensor]:
     """The sets of positions in `message`; anything else raises `DataError`.
 
     Args:
@@ -195,7 +190,7 @@ def decode_locations(
     """
     with _data_errors("set of locations"):
         header, reader = read(memoryview(message))
-        _check_layers(header, LOCATIONS, like, max_values, types=False)
+        _check_layers(header, LOCATIONS, like, max_values)
         return {entry.name: _decode_layer(entry, reader, None) for entry in header.layers}
 
 
@@ -307,9 +302,7 @@ def _the_same(expected: bytes, locations: Locations | None) -> Locations:
     return locations
 
 
-def _check_layers(
-    header: Header, contents: int, like: Mapping[str, Tensor] | None, max_values: int, *, types: bool
-) -> None:
+def _check_layers(header: Header, contents: int, like: Layers | None, max_values: int) -> None:
     """Nothing is allocated for layers before this has passed."""
     if header.contents != contents:
         raise Malformed("it holds locations" if contents == UPDATE else "it holds an update")
@@ -324,7 +317,8 @@ def _check_layers(
                 "the tensors to expect, or a larger max_values="
             )
         return
-    expected = {name: (list(value.shape), value.dtype if types else torch.bool) for name, value in like.items()}
+    only = torch.bool if contents == LOCATIONS else None
+    expected = {name: (list(value.shape), only or value.dtype) for name, value in like.items()}
     got = {entry.name: (list(entry.shape), entry.kind.dtype) for entry in header.layers}
     for name in [*expected, *got]:
         if expected.get(name) != got.get(name):

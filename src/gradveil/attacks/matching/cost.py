@@ -49,7 +49,7 @@ def matched_layers(owner: str, layers: Iterable[str], mute: str) -> list[str]:
 
 
 def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, local: LocalSteps | None) -> Gradients:
-    """The update a client with these inputs would send, as a pure function; its images come in the given order."""
+    """The update a client with these inputs would send, as a pure function; its examples come in the given order."""
     if local is None:
         return task.gradient(parameters, inputs, labels)
     total: Gradients = {}

@@ -11,7 +11,6 @@ from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gradveil import checks, compilation
-from gradveil.task import differentiate_by_autograd
 
 EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
 
@@ -22,6 +21,7 @@ class Objective:
     Args:
         cost: ``cost(candidate, *victim)`` for one victim, a scalar; must be vmap-able.
         victims: tensors with a leading victim dimension (or nests of them), handed to `cost` one victim each.
+        alone: the same cost in a form that need not be vmap-able, for ``"loop"``; default: `cost`.
         execution: ``"loop"``: victim by victim; ``"batch"``: one vmapped program; ``"compile-loop"`` and ``"compile"``:
             these two compiled; ``"auto"``: whichever is faster, found out by timing the first evaluations.
         evaluations: how many evaluations of all victims are to come, so that ``"auto"`` can tell whether compiling
@@ -40,6 +40,7 @@ class Objective:
         self,
         cost: Callable[..., Tensor],
         *victims: Any,
+        alone: Callable[..., Tensor] | None = None,
         execution: str = "auto",
         evaluations: int = 1,
         victim_bytes: int = 1,
@@ -47,7 +48,7 @@ class Objective:
     ) -> None:
         self.execution = checks.choice("attack", "execution", execution, EXECUTIONS)
         self._victims = victims
-        self._cost = cost
+        self._cost, self._alone = cost, alone or cost
         self._many = vmap(grad_and_value(cost))
         self._evaluations = evaluations
         self._chunk = max(1, memory_budget // victim_bytes)
@@ -85,12 +86,11 @@ class Objective:
 
     def _loop(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
         losses, gradients = [], []
-        with differentiate_by_autograd():
-            for candidate, index in zip(candidates, who.tolist(), strict=True):
-                leaf = candidate.detach().requires_grad_()
-                loss = self._cost(leaf, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
-                losses.append(loss.detach())
-                gradients.append(torch.autograd.grad(loss, leaf)[0])
+        for candidate, index in zip(candidates, who.tolist(), strict=True):
+            leaf = candidate.detach().requires_grad_()
+            loss = self._alone(leaf, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
+            losses.append(loss.detach())
+            gradients.append(torch.autograd.grad(loss, leaf)[0])
         return torch.stack(losses), torch.stack(gradients)
 
     @property

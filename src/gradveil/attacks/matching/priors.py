@@ -30,5 +30,5 @@ def check_prior(owner: str, weight: str, task: Task) -> None:
     if modality.prior(modality.probe(1, task.input_shape, dtype=task.dtype, device=task.device)) is None:
         raise ThreatModelError(
             f"{owner}: {weight} weighs a prior, and there is none of {modality.name} inputs of shape "
-            f"{list(task.input_shape)} (that of images is defined for images [channels, height, width]); use {weight}=0"
+            f"{list(task.input_shape)}; use {weight}=0"
         )

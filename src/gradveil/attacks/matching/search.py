@@ -45,11 +45,14 @@ def match(
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
     for number, sharpness in enumerate(stages):
         tasks = [(seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in problem.rounds]
-        cost = matching.cost(problem, tasks)
+        cost, alone = (
+            _unpacked(matching.cost(problem, some), unpack) for some in (tasks, [task.by_autograd() for task in tasks])
+        )
         objective = Objective(
-            _unpacked(cost, unpack) if unpack else cost,
+            cost,
             targets,
             problem.labels,
+            alone=alone,
             execution=execution,
             evaluations=iterations,
             victim_bytes=victim_bytes(tasks[0], problem),
@@ -60,29 +63,19 @@ def match(
                 later = total - before - iterations
                 problem.progress(before + done, total, left + later * left / max(1, iterations - done))
 
-        solution = optimiser.minimise(
-            objective,
-            candidates,
-            iterations=iterations,
-            project=None if unpack else problem.task.modality.project,
-            progress=tell,
-        )
+        project = None if unpack else problem.modality.project
+        solution = optimiser.minimise(objective, candidates, iterations=iterations, project=project, progress=tell)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         history = solution.history if history is None else replace(solution.history, start=history.start)
         if solution.interrupted:
             break
-    return Reconstruction(
-        inputs=candidates,
-        labels=problem.labels,
-        loss=solution.losses,
-        iterations=taken,
-        history=history,
-        execution=execution,
-        interrupted=solution.interrupted,
-    )
+    return replace(solution.found(problem.labels), iterations=taken, history=history, execution=execution)
 
 
-def _unpacked(cost: Cost, unpack: Unpack) -> Cost:
+def _unpacked(cost: Cost, unpack: Unpack | None) -> Cost:
+    if unpack is None:
+        return cost
+
     def of_candidate(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
         inputs, label = unpack(candidate, label)
         return cost(inputs, updates, label)

@@ -57,8 +57,8 @@ def solve(equations: Words, unknowns: int) -> Solution:
     word, shift = divmod(unknowns, 64)
     left = (equations[rank:, word] >> np.uint64(shift)) & np.uint64(1)
     contradictions = int(left.sum())
-    free = sorted(set(range(unknowns)) - set(pivots)) if unknowns - rank <= _GUESSED else []
-    guesses = itertools.product((0, 1), repeat=len(free)) if unknowns - rank <= _GUESSED and not contradictions else ()
+    free = sorted(set(range(unknowns)) - set(pivots))
+    guesses = itertools.product((0, 1), repeat=len(free)) if len(free) <= _GUESSED and not contradictions else ()
     candidates = [
         _substitute(equations, pivots, unknowns, [column for column, bit in zip(free, guess, strict=True) if bit])
         for guess in guesses

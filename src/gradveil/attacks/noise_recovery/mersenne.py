@@ -36,8 +36,8 @@ class KnownBits:
     bits: NDArray[np.int64]
     values: NDArray[np.int64]
 
-    def select(self, where: NDArray[np.bool_]) -> "KnownBits":
-        """Those where `where` is true."""
+    def select(self, where: NDArray[np.bool_] | NDArray[np.int64]) -> "KnownBits":
+        """Those where `where` is true, or of these numbers."""
         return KnownBits(self.positions[where], self.bits[where], self.values[where])
 
 
@@ -76,7 +76,11 @@ def temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 def untemper(outputs: NDArray[np.uint32]) -> NDArray[np.uint32]:
     """Words of the recurrence whose outputs these are."""
-    return _apply(_untemper_matrix(), outputs)
+    places = np.arange(32, dtype=np.uint32)
+    bits = (outputs[:, None] >> places) & np.uint32(1)
+    words = bits @ _untemper_matrix().T.astype(np.uint32) & np.uint32(1)
+    result: NDArray[np.uint32] = (words << places).sum(1, dtype=np.uint32)
+    return result
 
 
 def find_states(known: KnownBits, start: int) -> tuple[Solution, list[State]]:
@@ -89,8 +93,7 @@ def find_states(known: KnownBits, start: int) -> tuple[Solution, list[State]]:
         What the equations say (the rank counts the bits that were seen directly), and the states that they leave: one,
         or a few if some bits are missing, or none.
     """
-    inside = (known.positions > start) & (known.positions < start + _N)
-    seen = known.select(inside)
+    seen = known.select((known.positions > start) & (known.positions < start + _N))
     given = np.full((_N, 32), -1, np.int64)
     given[0, :31] = 0  # these bits have no influence
     given[seen.positions - start, seen.bits] = seen.values
@@ -164,9 +167,9 @@ def _twist_symbols(symbols: Words) -> None:
         symbols[start:stop] = new
 
 
-def _matrix(images: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """The 32 x 32 matrix of a linear map of words, given the images of 1, 2, 4, ...: row = bit of the result."""
-    return (images[None, :] >> np.arange(32, dtype=np.uint32)[:, None] & np.uint32(1)).astype(bool)
+def _matrix(results: NDArray[np.uint32]) -> NDArray[np.bool_]:
+    """The 32 x 32 matrix of a linear map of words, given what it makes of 1, 2, 4, ...: row = bit of the result."""
+    return (results[None, :] >> np.arange(32, dtype=np.uint32)[:, None] & np.uint32(1)).astype(bool)
 
 
 _UNITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
@@ -180,13 +183,6 @@ def _untemper_matrix() -> NDArray[np.bool_]:
         (bits,) = solve(pack(np.c_[_TEMPER, unit]), 32).candidates  # tempering is a bijection
         columns.append(bits.astype(bool))
     return np.array(columns).T
-
-
-def _apply(matrix: NDArray[np.bool_], words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    places = np.arange(32, dtype=np.uint32)
-    bits = (words[:, None] >> places) & np.uint32(1)
-    result: NDArray[np.uint32] = ((bits @ matrix.T.astype(np.uint32) & np.uint32(1)) << places).sum(1, dtype=np.uint32)
-    return result
 
 
 def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:

@@ -56,7 +56,7 @@ def sure_bits(positions: Positions, values: Floats, errors: Floats, form: Unifor
     low = np.floor((values - errors) * size).astype(np.int64)
     high = np.minimum(np.ceil((values + errors) * size), size - 1).astype(np.int64)
     differing = low ^ high
-    found: list[tuple[Positions, Positions, Positions]] = []
+    found: list[KnownBits] = []
     for bit in range(form.digits - 1, -1, -1):
         sure = differing >> bit == 0
         if not sure.any():
@@ -64,20 +64,15 @@ def sure_bits(positions: Positions, values: Floats, errors: Floats, form: Unifor
         second = bit < form.split
         inside_output = bit + form.shifts[1] if second else bit - form.split + form.shifts[0]
         where = positions[sure] + second
-        found.append((where, np.full(len(where), inside_output), low[sure] >> bit & 1))
-    return join([KnownBits(*columns) for columns in found])
+        found.append(KnownBits(where, np.full(len(where), inside_output), low[sure] >> bit & 1))
+    return join(found)
 
 
 def join(parts: list[KnownBits]) -> KnownBits:
     """All known bits of several parts."""
-    if not parts:
-        nothing = np.zeros(0, np.int64)
-        return KnownBits(nothing, nothing, nothing)
-    return KnownBits(
-        np.concatenate([part.positions for part in parts]),
-        np.concatenate([part.bits for part in parts]),
-        np.concatenate([part.values for part in parts]),
-    )
+    nothing = (np.zeros(0, np.int64),) * 3
+    columns = zip(nothing, *((part.positions, part.bits, part.values) for part in parts), strict=True)
+    return KnownBits(*map(np.concatenate, columns))
 
 
 def invert_box_muller(

@@ -45,14 +45,10 @@ class Alignment:
     Args:
         pairs: those whose trial is known.
         trials: the number of that trial, from an arbitrary one on.
-        anchors: how many hypotheses were believed.
-        bits: how many high bits of every output they were tested with.
     """
 
     pairs: Ints
     trials: Ints
-    anchors: int
-    bits: int
 
 
 def invert_polar(first: Floats, second: Floats, errors: tuple[Floats, Floats]) -> tuple[Floats, Floats, Floats]:
@@ -83,9 +79,9 @@ def align(drawn_first: Floats, drawn_second: Floats, error: Floats, known: NDArr
         known: which pairs were seen at all.
     """
     bits = _usable_bits(drawn_first[known], drawn_second[known], error[known])
+    nothing = np.zeros(0, np.int64)
     if bits is None:
-        nothing = np.zeros(0, np.int64)
-        return Alignment(nothing, nothing, 0, 0)
+        return Alignment(nothing, nothing)
     near, far = _parity_checks(bits)
     one, two = (np.floor(u * 2.0**bits).astype(np.int64) for u in (drawn_first, drawn_second))
     # Relations (t, t + 198, t + 312): second, second, first draw; and (t, t + 198, t + 311): first, first, second.
@@ -95,7 +91,7 @@ def align(drawn_first: Floats, drawn_second: Floats, error: Floats, known: NDArr
         syndromes[~known] = 1 << 40 + place  # agrees with nothing
     found = _anchors(whole, short)
     if not len(found):
-        return Alignment(found[:, 0], found[:, 0], 0, bits)
+        return Alignment(nothing, nothing)
     pairs, trials = _fill(*_in_order(*_largest_group(found, len(one))), known)
     sure_one, sure_two = (_is_sure(u, error, bits) & known for u in (drawn_first, drawn_second))
     relations = (
@@ -103,8 +99,7 @@ def align(drawn_first: Floats, drawn_second: Floats, error: Floats, known: NDArr
         (short, (sure_one, sure_one, sure_two), _LAST - 1),
     )
     supported = _supported(pairs, trials, relations)
-    pairs, trials = pairs[supported], trials[supported]
-    return Alignment(pairs, trials, len(found), bits)
+    return Alignment(pairs[supported], trials[supported])
 
 
 def _usable_bits(one: Floats, two: Floats, error: Floats) -> int | None:
@@ -222,10 +217,14 @@ class _Groups:
         self._trial = [0] * count
         self._members = {pair: {0: pair} for pair in range(count)}  # trial -> pair
 
+    def _between(self, pair: int, other: int, distance: int) -> tuple[int, int, int]:
+        """The groups of two pairs, and how many trials the second begins after the first."""
+        shift = self._trial[pair] + distance - self._trial[other]
+        return self._group[pair], self._group[other], shift
+
     def join(self, pair: int, other: int, distance: int) -> bool:
         """`other` came `distance` trials after `pair`; False if known already, or if pairs would share a trial."""
-        group, end = self._group[pair], self._group[other]
-        shift = self._trial[pair] + distance - self._trial[other]
+        group, end, shift = self._between(pair, other, distance)
         if len(self._members[group]) < len(self._members[end]):
             group, end, shift = end, group, -shift
         if group == end or any(trial + shift in self._members[group] for trial in self._members[end]):
@@ -239,9 +238,8 @@ class _Groups:
         """Join groups whose distance at least two votes (pair, other, distance) imply; whether there were any."""
         implied: Counter[tuple[int, int, int]] = Counter()
         for (pair, other, distance), number in votes.items():
-            group, end = self._group[pair], self._group[other]
+            group, end, shift = self._between(pair, other, distance)
             if group != end:
-                shift = self._trial[pair] + distance - self._trial[other]
                 implied[(group, end, shift) if group < end else (end, group, -shift)] += number
         joined = False
         for (group, end, shift), number in implied.most_common():
@@ -252,10 +250,9 @@ class _Groups:
 
     def in_order(self, pair: int, other: int, distance: int) -> bool:
         """Whether two groups can be joined so: of later pairs, at least as many trials before them were thrown away."""
-        group, end = self._group[pair], self._group[other]
+        group, end, shift = self._between(pair, other, distance)
         if group == end:
             return False
-        shift = self._trial[pair] + distance - self._trial[other]
         places = [(who, trial) for trial, who in self._members[group].items()]
         places += [(who, trial + shift) for trial, who in self._members[end].items()]
         places.sort()
@@ -286,15 +283,13 @@ def _in_order(pairs: Ints, trials: Ints) -> tuple[Ints, Ints]:
 
 def _fill(pairs: Ints, trials: Ints, known: NDArray[np.bool_]) -> tuple[Ints, Ints]:
     """With the pairs between two that are as many trials apart as pairs: nothing was thrown away between them."""
-    parts = [
-        np.arange(a, b) for a, b, s, t in zip(pairs, pairs[1:], trials, trials[1:], strict=False) if b - a == t - s
-    ]
-    starts = [s - a for a, b, s, t in zip(pairs, pairs[1:], trials, trials[1:], strict=False) if b - a == t - s]
-    place = dict(zip(pairs.tolist(), trials.tolist(), strict=True))
-    for part, offset in zip(parts, starts, strict=True):
-        place.update((int(pair), int(pair + offset)) for pair in part if known[pair])
-    ordered = sorted(place)
-    return np.array(ordered, np.int64), np.array([place[pair] for pair in ordered], np.int64)
+    seen = list(zip(pairs.tolist(), trials.tolist(), strict=True))
+    place = dict(seen)
+    for (pair, trial), (next_pair, next_trial) in pairwise(seen):
+        if next_pair - pair == next_trial - trial:
+            place |= {between: between + trial - pair for between in range(pair, next_pair) if known[between]}
+    ordered = np.array(sorted(place.items()), np.int64)
+    return ordered[:, 0], ordered[:, 1]
 
 
 def _supported(pairs: Ints, trials: Ints, relations: tuple[_Relation, ...]) -> NDArray[np.bool_]:

@@ -1,7 +1,7 @@
 """Strip pseudo-random noise from an update."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil import checks
 from gradveil.attacks.noise_recovery.mersenne import STATE_BITS, KnownBits, State, find_states, rewind
-from gradveil.attacks.noise_recovery.sources import NoiseSource
+from gradveil.attacks.noise_recovery.sources import Layers, NoiseSource
 from gradveil.attacks.noise_recovery.zeros import Groups
 from gradveil.errors import InputError
 from gradveil.randomness import fresh_generator
@@ -55,11 +55,11 @@ class RecoveredNoise:
 
 
 def recover(
-    update: Mapping[str, Tensor],
+    update: Layers,
     zeros: Groups,
     source: NoiseSource,
     *,
-    errors: Mapping[str, Tensor] | None = None,
+    errors: Layers | None = None,
     attempts: int = 6,
     generator: torch.Generator | None = None,
 ) -> RecoveredNoise:
@@ -134,17 +134,14 @@ class _Outcome:
 
 def _find(bits: KnownBits) -> _Outcome:
     """The states right before the stream's first output that known bits of it leave."""
-    outcome = _Outcome(f"{len(bits.values):,} of {STATE_BITS:,} equations", len(bits.values), 0)
-    if len(bits.values) < STATE_BITS:
-        return _Outcome(
-            f"too few coordinates are known to be zero: they give {len(bits.values):,} equations for {STATE_BITS:,} "
-            "unknown bits",
-            len(bits.values),
-            0,
-        )
+    few = "too few coordinates are known to be zero:"
+    equations = len(bits.values)
+    outcome = _Outcome(f"{few} they give {equations:,} equations for {STATE_BITS:,} unknown bits", equations, 0)
+    if equations < STATE_BITS:
+        return outcome
     for window in _choices(bits):
         taken = len(window)
-        part = KnownBits(bits.positions[window], bits.bits[window], bits.values[window])
+        part = bits.select(window)
         start = max(int(part.positions.min()) - 1, 0)
         solution, states = find_states(part, start)
         if solution.contradictions:
@@ -159,8 +156,8 @@ def _find(bits: KnownBits) -> _Outcome:
             reason = f"{solution.checks:,} equations beyond the rank hold"
             return _Outcome(reason, taken, solution.rank, tuple(rewind(state, start + 624) for state in states))
         outcome = _Outcome(
-            f"too few coordinates are known to be zero: {taken:,} equations have rank {solution.rank:,} of "
-            f"{STATE_BITS:,} and {solution.checks} to check it with",
+            f"{few} {taken:,} equations have rank {solution.rank:,} of {STATE_BITS:,} and {solution.checks} to check "
+            "it with",
             taken,
             solution.rank,
         )
@@ -204,9 +201,7 @@ def _subsets(zeros: Groups, attempts: int, generator: torch.Generator | None) ->
         yield {name: (groups >= 0) & chosen[groups.clamp_min(0).cpu()] for name, groups in zeros.items()}
 
 
-def _fits(
-    update: Mapping[str, Tensor], noise: Mapping[str, Tensor], scale: float, errors: Mapping[str, Tensor] | None
-) -> dict[str, Tensor]:
+def _fits(update: Layers, noise: Layers, scale: float, errors: Layers | None) -> dict[str, Tensor]:
     """Where the update is nothing but this noise, up to rounding."""
     result = {}
     for name, value in update.items():

@@ -3,7 +3,6 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import torch
@@ -16,7 +15,6 @@ from gradveil.attacks.noise_recovery.observations import (
     TORCH_DOUBLE,
     TORCH_FLOAT,
     Floats,
-    Positions,
     UniformFormat,
     invert_box_muller,
     invert_laplace,
@@ -25,10 +23,14 @@ from gradveil.attacks.noise_recovery.observations import (
 )
 from gradveil.attacks.noise_recovery.polar import ACCEPTED, align, invert_polar, polar_normals
 from gradveil.errors import ParameterError
+from gradveil.randomness.generators import with_words
+
+Layers = Mapping[str, Tensor]
+Draw = Callable[[State], dict[str, Tensor]]
+"""Makes the noise of all layers, from the state right before the first output that was read."""
 
 _ROUNDINGS = 2.0  # products between a draw and the update, each half a last place off at most
 _BLOCK = 16  # torch's vectorised normal noise
-_STATE_WORDS = slice(24, 24 + 8 * 624)  # where torch's state keeps the words, 64 bits each
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,15 @@ class Layer:
 
     Args:
         name: of the parameter.
-        shape: of the parameter.
+        size: how many coordinates it has.
         dtype: in which the noise is drawn.
         start: the first output of the stream that it takes.
     """
 
     name: str
-    shape: tuple[int, ...]
+    size: int
     dtype: torch.dtype
     start: int
-
-    @property
-    def size(self) -> int:
-        """How many coordinates it has."""
-        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -69,6 +66,30 @@ class NoiseSource(ABC):
             raise ParameterError(f"noise-recovery: scale must be a number above 0, got {self.scale}")
 
     @abstractmethod
+    def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
+        """Sure bits, and what makes the noise of the state right before the first output of them.
+
+        Args:
+            update: what the server saw.
+            known: True where the update without noise is 0.
+            errors: how far a coordinate may be off by more than its own rounding, such as that of the weights.
+        """
+
+    def _standard(
+        self, name: str, update: Layers, known: Layers, errors: Layers | None
+    ) -> tuple[Floats, NDArray[np.bool_], Floats]:
+        """A layer's values in units of `scale`, which of them are known, and how far off they may be."""
+        values = update[name].detach().flatten().double().cpu().numpy() / self.scale
+        off = np.abs(values) * _ROUNDINGS * _format(update[name].dtype).epsilon
+        if errors is not None:
+            off = off + errors[name].flatten().double().cpu().numpy() / self.scale
+        return values, known[name].flatten().cpu().numpy(), off
+
+
+class _LayerSource(NoiseSource):
+    """Noise of which it is known in advance how many outputs of the generator a layer takes."""
+
+    @abstractmethod
     def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
         """How many outputs a layer of `size` takes, after `drawn` values that came one by one."""
 
@@ -77,57 +98,56 @@ class NoiseSource(ABC):
         """Sure bits, from the coordinates of a layer (in units of `scale`, flat) that show nothing but noise."""
 
     @abstractmethod
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The noise of all layers, from the state right before the first draw."""
+    def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
+        """What fills one layer after the other with noise, from the state right before the first."""
 
-    def layers(self, update: Mapping[str, Tensor]) -> Iterator[Layer]:
+    def layers(self, update: Layers) -> Iterator[Layer]:
         """The calls that drew the noise of an update."""
         start = singles = 0
         for name, value in update.items():
-            yield Layer(name, tuple(value.shape), value.dtype, start)
+            yield Layer(name, value.numel(), value.dtype, start)
             start += self.outputs(value.numel(), value.dtype, singles)
             singles += value.numel() if value.numel() < _BLOCK else 0
 
-    def read(
-        self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
-    ) -> tuple[KnownBits, Callable[[State], dict[str, Tensor]]]:
-        """Sure bits (see `known_bits`), and what makes the noise of the state right before the first output of them."""
-        return self.known_bits(update, known, errors), lambda state: self.draw(state, update)
+    def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
+        """Layer by layer, see `known_bits`."""
 
-    def known_bits(
-        self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
-    ) -> KnownBits:
-        """Sure bits from all coordinates that are known to show nothing but noise.
+        def noise(state: State) -> dict[str, Tensor]:
+            draw = self.drawer(state)
+            return {name: draw(torch.empty(value.shape, dtype=value.dtype)) for name, value in update.items()}
 
-        Args:
-            update: what the server saw.
-            known: True where the update without noise is 0.
-            errors: how far a coordinate may be off by more than its own rounding, such as that of the weights.
-        """
-        parts = []
-        for layer in self.layers(update):
-            mask = known[layer.name].flatten().cpu().numpy()
-            if mask.any():
-                parts.append(self.observe(layer, *self._standard(layer, update, mask, errors)))
-        return join(parts)
+        return self.known_bits(update, known, errors), noise
 
-    def _standard(
-        self,
-        layer: Layer,
-        update: Mapping[str, Tensor],
-        mask: NDArray[np.bool_],
-        errors: Mapping[str, Tensor] | None,
-    ) -> tuple[Floats, NDArray[np.bool_], Floats]:
-        """Values in units of `scale`, which of them are known, and how far off they may be."""
-        values = update[layer.name].detach().flatten().double().cpu().numpy() / self.scale
-        off = np.abs(values) * _ROUNDINGS * _format(layer.dtype).epsilon
-        if errors is not None:
-            off = off + errors[layer.name].flatten().double().cpu().numpy() / self.scale
-        return values, mask, off
+    def known_bits(self, update: Layers, known: Layers, errors: Layers | None = None) -> KnownBits:
+        """Sure bits from all coordinates that are known to show nothing but noise; arguments as in `read`."""
+        layers = [layer for layer in self.layers(update) if known[layer.name].any()]
+        return join([self.observe(layer, *self._standard(layer.name, update, known, errors)) for layer in layers])
+
+
+class _UniformSource(_LayerSource):
+    """Noise made of one uniform number for each value."""
+
+    @abstractmethod
+    def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
+        """The uniform numbers behind values in units of `scale`, and how far off they may be."""
+
+    def form(self, dtype: torch.dtype) -> UniformFormat:
+        """How the uniform numbers behind a layer are made: by torch, in the layer's precision."""
+        return _format(dtype)
+
+    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
+        """One uniform number for each value."""
+        return size * self.form(dtype).outputs
+
+    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
+        """Each value by itself."""
+        u, error = self.invert(values[known], errors[known], _format(layer.dtype).epsilon)
+        form = self.form(layer.dtype)
+        return sure_bits(layer.start + np.flatnonzero(known) * form.outputs, u, error, form)
 
 
 @dataclass(frozen=True)
-class TorchNormal(NoiseSource):
+class TorchNormal(_LayerSource):
     """Normal noise of torch's CPU generator, a contiguous `normal_` for each layer.
 
     Layers of 16 and more values: uniform numbers of 24 bits (float64: 53), in blocks of 16 whose value j and j + 8 are
@@ -167,17 +187,14 @@ class TorchNormal(NoiseSource):
         second = first + _BLOCK // 2 * form.outputs
         return join([sure_bits(first, u, u_error, form), sure_bits(second, v, v_error, form)])
 
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
         """By torch itself."""
         generator = _torch_generator(state)
-        return {
-            name: (torch.empty(value.shape, dtype=value.dtype).normal_(generator=generator).double() * self.scale)
-            for name, value in update.items()
-        }
+        return lambda empty: empty.normal_(generator=generator).double() * self.scale
 
 
 @dataclass(frozen=True)
-class TorchLaplace(NoiseSource):
+class TorchLaplace(_UniformSource):
     """Laplace noise made of torch's uniform numbers, as `laplace-noise` makes it; `scale` is std / sqrt(2).
 
     Example:
@@ -185,30 +202,24 @@ class TorchLaplace(NoiseSource):
         [0, 30]
     """
 
-    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """One uniform number for each value."""
-        return size * _format(dtype).outputs
+    def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
+        """By the distribution function."""
+        return invert_laplace(values, errors, epsilon)
 
-    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Each value by itself."""
-        form = _format(layer.dtype)
-        u, error = invert_laplace(values[known], errors[known], form.epsilon)
-        return sure_bits(_starts(layer, known, form), u, error, form)
-
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
         """From torch's uniform numbers."""
         generator = _torch_generator(state)
-        noise = {}
-        for name, value in update.items():
-            uniform = torch.empty(value.shape, dtype=value.dtype).uniform_(generator=generator).double()
-            centred = uniform - 0.5
-            tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(value.dtype).eps / 4)
-            noise[name] = -self.scale * centred.sign() * tail.log()
-        return noise
+
+        def draw(empty: Tensor) -> Tensor:
+            centred = empty.uniform_(generator=generator).double() - 0.5
+            tail = (1 - 2 * centred.abs()).clamp_min(torch.finfo(empty.dtype).eps / 4)
+            return -self.scale * centred.sign() * tail.log()
+
+        return draw
 
 
 @dataclass(frozen=True)
-class TorchUniform(NoiseSource):
+class TorchUniform(_UniformSource):
     """Uniform noise of torch's CPU generator: `scale` times a number in [0, 1), less half of `scale` if centred.
 
     Args:
@@ -221,29 +232,22 @@ class TorchUniform(NoiseSource):
 
     centred: bool = True
 
-    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """One uniform number for each value."""
-        return size * _format(dtype).outputs
+    @property
+    def _shift(self) -> float:
+        return 0.5 if self.centred else 0.0
 
-    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Each value by itself."""
-        form = _format(layer.dtype)
-        u = values[known] + (0.5 if self.centred else 0.0)
-        return sure_bits(_starts(layer, known, form), u, errors[known] + form.epsilon / 2, form)
+    def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
+        """They are the values, but for the shift."""
+        return values + self._shift, errors + epsilon / 2
 
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
         """By torch itself."""
         generator = _torch_generator(state)
-        shift = 0.5 if self.centred else 0.0
-        return {
-            name: (torch.empty(value.shape, dtype=value.dtype).uniform_(generator=generator).double() - shift)
-            * self.scale
-            for name, value in update.items()
-        }
+        return lambda empty: (empty.uniform_(generator=generator).double() - self._shift) * self.scale
 
 
 @dataclass(frozen=True)
-class NumpyLaplace(NoiseSource):
+class NumpyLaplace(_UniformSource):
     """`numpy.random.laplace(0, scale, shape)` of the legacy generator: one uniform number of 53 bits for each value.
 
     The update holds it in its own precision.
@@ -253,22 +257,18 @@ class NumpyLaplace(NoiseSource):
         20
     """
 
-    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
+    def form(self, dtype: torch.dtype) -> UniformFormat:
         """Two outputs for each value; numpy draws once more only after a number that is exactly 0."""
-        return 2 * size
+        return NUMPY_DOUBLE
 
-    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Each value by itself."""
-        u, error = invert_laplace(values[known], errors[known], _format(layer.dtype).epsilon)
-        return sure_bits(_starts(layer, known, NUMPY_DOUBLE), u, error, NUMPY_DOUBLE)
+    def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
+        """By the distribution function."""
+        return invert_laplace(values, errors, epsilon)
 
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
         """By numpy itself."""
         generator = numpy_generator(state)
-        return {
-            name: torch.from_numpy(np.asarray(generator.laplace(0, self.scale, tuple(value.shape))))
-            for name, value in update.items()
-        }
+        return lambda empty: torch.from_numpy(np.asarray(generator.laplace(0, self.scale, tuple(empty.shape))))
 
 
 @dataclass(frozen=True)
@@ -283,30 +283,9 @@ class NumpyNormal(NoiseSource):
         1.0
     """
 
-    def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """Nobody knows before the draws are known."""
-        return 0
-
-    def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """A run of pairs, from whichever value of the stream on."""
-        return self._align(values, known, errors)[0]
-
-    def draw(self, state: State, update: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """By numpy itself, if the state is the one before the update's first value."""
-        generator = numpy_generator(state)
-        return {
-            name: torch.from_numpy(np.asarray(generator.normal(0, self.scale, tuple(value.shape))))
-            for name, value in update.items()
-        }
-
-    def read(
-        self, update: Mapping[str, Tensor], known: Mapping[str, Tensor], errors: Mapping[str, Tensor] | None = None
-    ) -> tuple[KnownBits, Callable[[State], dict[str, Tensor]]]:
+    def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
         """All layers as one stream: a value that is left over goes to the next layer."""
-        columns = [
-            self._standard(layer, update, known[layer.name].flatten().cpu().numpy(), errors)
-            for layer in self.layers(update)
-        ]
+        columns = [self._standard(name, update, known, errors) for name in update]
         values, mask, off = (np.concatenate(column) for column in zip(*columns, strict=True))
         bits, first_value = self._align(values, mask, off)
 
@@ -360,16 +339,10 @@ def numpy_generator(state: State) -> np.random.RandomState:
 
 def _torch_generator(state: State) -> torch.Generator:
     generator = torch.Generator().manual_seed(0)  # no spare value, and a twist before the first output
-    raw = generator.get_state()
-    raw[_STATE_WORDS] = torch.from_numpy(state.astype("<u8").view(np.uint8))
-    return generator.set_state(raw)
+    return generator.set_state(with_words(generator.get_state(), state))
 
 
 def _format(dtype: torch.dtype) -> UniformFormat:
     if dtype not in (torch.float32, torch.float64):
         raise ParameterError(f"noise-recovery: layers must be float32 or float64, got {dtype}; convert the update")
     return TORCH_FLOAT if dtype == torch.float32 else TORCH_DOUBLE
-
-
-def _starts(layer: Layer, known: NDArray[np.bool_], form: UniformFormat) -> Positions:
-    return layer.start + np.flatnonzero(known) * form.outputs

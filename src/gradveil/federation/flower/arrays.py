@@ -125,8 +125,3 @@ def typed_like(before: ArrayRecord, after: ArrayRecord) -> ArrayRecord:
         if value.dtype != dtype:
             values[name] = (value if dtype.is_floating_point else value.round()).to(dtype)
     return ArrayRecord(values)
-
-
-def is_finite(record: ArrayRecord) -> bool:
-    """Whether all arrays are."""
-    return all(bool(torch.isfinite(value).all()) for value in record.to_torch_state_dict().values())

@@ -127,9 +127,10 @@ def answer_once(message: Message, context: Context, *, rounds: int | None = None
         rounds: how many rounds this client answers at all; None: any number.
 
     Example:
+        >>> from types import SimpleNamespace
         >>> context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
         >>> instructions = Instructions(round=3, lr=0.1, defense="dp-sgd").record()
-        >>> message = Message(RecordDict({"gradveil": instructions}), 1, "train")
+        >>> message = SimpleNamespace(content=RecordDict({"gradveil": instructions}))  # Flower makes real ones
         >>> answer_once(message, context)
         >>> answer_once(message, context)  # doctest: +ELLIPSIS
         Traceback (most recent call last):

@@ -15,19 +15,10 @@ from gradveil import checks
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import InputError, ParameterError
+from gradveil.federation.flower import messages
 from gradveil.federation.flower.arrays import Statistics, moved_arrays, names_of, statistic_names, update_of
 from gradveil.federation.flower.context import Ledger, memory
-from gradveil.federation.flower.messages import (
-    INSTRUCTIONS,
-    OUR_RECORDS,
-    UPDATE,
-    WEIGHT,
-    Instructions,
-    announced,
-    announcement,
-    model_arrays,
-    update_record,
-)
+from gradveil.federation.flower.messages import INSTRUCTIONS, Instructions
 from gradveil.update import Update
 
 if TYPE_CHECKING:
@@ -65,10 +56,10 @@ class _DefenseMod:
         if instructions is not None:
             instructions.check_defense(self.defense)
         announce = instructions is not None and instructions.announce
-        published = announced(message)
-        _, before = model_arrays(message.content, "the train message")
+        published = messages.announced(message)
+        _, before = messages.model_arrays(message.content, "the train message")
         bare = copy.copy(message)
-        bare.content = RecordDict({key: r for key, r in message.content.items() if key not in OUR_RECORDS})
+        bare.content = RecordDict({key: r for key, r in message.content.items() if key not in messages.OUR_RECORDS})
 
         # Before the app sees the message: a round in which it fails is not asked for again either.
         ledger = Ledger.of(context)
@@ -82,18 +73,18 @@ class _DefenseMod:
         if answer.has_error():
             return answer
         _refuse_reserved(answer.content)
-        key, after = model_arrays(answer.content, "the client's reply")
+        key, after = messages.model_arrays(answer.content, "the client's reply")
         update = self._bounded(update_of(before, after, lr, self.statistics), context)
         if announce:
-            return announcement(message, self.defense.publish(update, memory(context)))
+            return messages.announcement(message, self.defense.publish(update, memory(context)))
         update = self.defense.perturb(update, memory=memory(context), announced=published)
         others = self._listed({name: record for name, record in answer.content.items() if name != key})
         if self.send == "dense":
             answer.content = RecordDict({key: moved_arrays(before, update, lr), **others})
             return answer
         assert instructions is not None
-        sent = update_record(update, instructions, self.defense.locations(published))
-        answer.content = RecordDict({UPDATE: sent, **others})
+        sent = messages.update_record(update, instructions, self.defense.locations(published))
+        answer.content = RecordDict({messages.UPDATE: sent, **others})
         return answer
 
     def _other(self, kind: str, message: Message, context: Context, call_next: "ClientAppCallable") -> Message:
@@ -131,7 +122,7 @@ class _DefenseMod:
         return listed
 
     def _may_leave(self, name: str, value: object, record: MetricRecord | ConfigRecord) -> bool:
-        weight = name == WEIGHT and isinstance(record, MetricRecord) and not isinstance(value, list)
+        weight = name == messages.WEIGHT and isinstance(record, MetricRecord) and not isinstance(value, list)
         return weight or name in self.metrics
 
     def _bounded(self, update: Update, context: Context) -> Update:
@@ -259,7 +250,7 @@ def defense_mod(
             f"defense_mod: {chosen.name} needs the client's data, which a mod never sees. Write in the client's train "
             "function:\n"
             "    gradveil.flower.answer_once(message, context)\n"
-            "    update = defense.share(task, images, labels, memory=gradveil.flower.memory(context))\n"
+            "    update = defense.share(task, inputs, labels, memory=gradveil.flower.memory(context))\n"
             "    return gradveil.flower.reply(message, update, defense)\n"
             'where task = task.with_parameters(message.content["arrays"].to_torch_state_dict())'
         )
@@ -282,16 +273,9 @@ def defense_mod(
     kinds = names_of("defense_mod", "arrays", arrays, "kinds of messages")
     for kind in kinds:
         checks.choice("defense_mod", "arrays", kind, OTHER_MESSAGES)
-    return _DefenseMod(
-        chosen,
-        lr,
-        send,
-        clip,
-        rounds,
-        statistic_names("defense_mod", statistics),
-        names_of("defense_mod", "metrics", metrics, "names of metrics"),
-        kinds,
-    )
+    named = statistic_names("defense_mod", statistics)
+    listed = names_of("defense_mod", "metrics", metrics, "names of metrics")
+    return _DefenseMod(chosen, lr, send, clip, rounds, named, listed, kinds)
 
 
 def _cut(layers: Mapping[str, Tensor], norm: float, what: str) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
@@ -18,25 +19,9 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.errors import InputError, NotFiniteError
 from gradveil.federation.faults import FAILED, MISSING, NOT_FINITE, STRANGER, Fault, Refused
-from gradveil.federation.flower.arrays import (
-    Statistics,
-    is_finite,
-    moved_arrays,
-    split_arrays,
-    statistic_names,
-    typed_like,
-)
-from gradveil.federation.flower.messages import (
-    INSTRUCTIONS,
-    LOCATIONS,
-    UPDATE,
-    WEIGHT,
-    Instructions,
-    bytes_of,
-    bytes_record,
-    model_arrays,
-    size_of,
-)
+from gradveil.federation.flower import messages
+from gradveil.federation.flower.arrays import Statistics, moved_arrays, split_arrays, statistic_names, typed_like
+from gradveil.federation.flower.messages import INSTRUCTIONS, LOCATIONS, UPDATE, Instructions
 from gradveil.federation.flower.metrics import alike, weight_in
 from gradveil.federation.protocol import OpenRound, Replies
 from gradveil.update import Update
@@ -120,7 +105,7 @@ class GradveilStrategy(Strategy):
         self.faults: list[Fault] = []
         self.uploads: list[int] = []  # bytes of every accepted reply
         self.downloads: list[int] = []  # bytes of every train message
-        self._weight_key = getattr(inner, "weighted_by_key", WEIGHT)
+        self._weight_key = getattr(inner, "weighted_by_key", messages.WEIGHT)
         self._memory: dict[str, Tensor] = {}
         self._round: _Round | None = None
         self._evaluated: list[Message] = []  # the evaluate messages of this round
@@ -147,39 +132,39 @@ class GradveilStrategy(Strategy):
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """The inner strategy's messages with the round's instructions."""
-        messages = list(self.inner.configure_train(server_round, arrays, config, grid))
+        asked = list(self.inner.configure_train(server_round, arrays, config, grid))
         self._round = None
-        if not messages:
-            return messages
-        key, sent = model_arrays(messages[0].content, "the strategy's train message")
-        if any(message.content.get(key) != sent for message in messages):
+        if not asked:
+            return asked
+        key, sent = messages.model_arrays(asked[0].content, "the strategy's train message")
+        if any(message.content.get(key) != sent for message in asked):
             raise InputError(
                 f"GradveilStrategy: {type(self.inner).__name__} sends different models to the clients of a round; "
                 "expected one for all"
             )
-        model, nodes = split_arrays(sent, self.statistics), [message.metadata.dst_node_id for message in messages]
+        model, nodes = split_arrays(sent, self.statistics), [message.metadata.dst_node_id for message in asked]
         server: OpenRound[_Accepted] = OpenRound(
             server_round,
             nodes,
             self._note,
-            self.defense,
-            model.parameters,
+            defense=self.defense,
+            parameters=model.parameters,
             statistics=model.statistics,
             all_statistics=False,
             named_once=True,
         )
-        now = _Round(server, sent, key, asked=messages)
+        now = _Round(server, sent, key, asked)
         instructions = Instructions(server_round, self.lr, str(self.defense))
         server.elect(partial(self._announcement, now, instructions, grid))
         extra: dict[str, Any] = {INSTRUCTIONS: instructions.record()}
         if server.announced is not None:
-            extra[LOCATIONS] = bytes_record(wire.encode_locations(server.announced))
-        for message in messages:
+            extra[LOCATIONS] = messages.bytes_record(wire.encode_locations(server.announced))
+        for message in asked:
             message.content = RecordDict({**message.content, **extra})
-            self.downloads.append(size_of(message.content))
+            self.downloads.append(messages.size_of(message.content))
         self.downloads[-1] += now.announcement_down
         self._round = now
-        return messages
+        return asked
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
@@ -188,7 +173,7 @@ class GradveilStrategy(Strategy):
         now, self._round = self._round, None
         if now is None or now.server.number != server_round:
             raise InputError(f"GradveilStrategy: round {server_round} was aggregated before it was configured")
-        opened = self._heard(now.server, now.asked, replies, partial(self._open, now))
+        opened = _heard(now.server, now.asked, replies, partial(self._open, now))
         accepted = [opened[node] for node in alike({n: o.message for n, o in opened.items()}, now.server.refuse)]
         if not accepted:
             logger.warning("gradveil: no update of round %d is left; the model stays as it was", server_round)
@@ -207,7 +192,7 @@ class GradveilStrategy(Strategy):
         self.uploads[-1] += now.announcement_up
         arrays, metrics = self.inner.aggregate_train(server_round, [one.message for one in accepted])
         if arrays is not None:
-            if not is_finite(arrays):
+            if not _is_finite(arrays):
                 raise NotFiniteError(
                     f"GradveilStrategy: the model stopped being finite in round {server_round}, though every update "
                     "was; lower the learning rate"
@@ -229,7 +214,7 @@ class GradveilStrategy(Strategy):
         asked, self._evaluated = self._evaluated, []
         nodes = [message.metadata.dst_node_id for message in asked]
         evaluations: Replies[Message] = Replies(server_round, nodes, self._note, named_once=True)
-        heard = alike(self._heard(evaluations, asked, replies, self._evaluation), evaluations.refuse)
+        heard = alike(_heard(evaluations, asked, replies, self._evaluation), evaluations.refuse)
         if asked and not heard:
             logger.warning("gradveil: no evaluation of round %d is left", server_round)
             return None
@@ -253,35 +238,13 @@ class GradveilStrategy(Strategy):
             raise Refused(MISSING, "no announcement")
         if error := _error_of(answers[0]):
             raise error
-        now.announcement_up += size_of(answers[0].content)
-        now.announcement_down += size_of(ask.content)
-        return bytes_of(answers[0].content, LOCATIONS)
-
-    def _heard(
-        self,
-        replies: Replies[T],
-        asked: Sequence[Message],
-        arrived: Iterable[Message],
-        read: Callable[[Message], T],
-    ) -> dict[int, T]:
-        """What `read` makes of the replies that can be used, by node, in the order in which the nodes were asked."""
-        node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
-        for message in arrived:
-            # The error for a dead node comes from the SuperLink, so it is the question that tells whose it is.
-            source, node = message.metadata.src_node_id, node_of.get(message.metadata.reply_to_message_id)
-            if node is None:
-                replies.refuse_stranger(source, "it answers no message of this round")
-            elif error := _error_of(message):
-                replies.refuse(node, error)
-            elif source != node:
-                replies.refuse(node, Refused(STRANGER, f"its reply came from node {source}"))
-            else:
-                replies.receive(node, partial(read, message))
-        return replies.close()
+        now.announcement_up += messages.size_of(answers[0].content)
+        now.announcement_down += messages.size_of(ask.content)
+        return messages.bytes_of(answers[0].content, LOCATIONS)
 
     def _open(self, now: _Round, message: Message) -> _Accepted:
         """What a reply holds; anything but an update of this model in this round raises."""
-        data = bytes_of(message.content, UPDATE)
+        data = messages.bytes_of(message.content, UPDATE)
         if data is None:
             raise InputError('it holds no update of gradveil; put defense_mod(..., send="wire") into the client app')
         beside = sorted({*message.content.array_records, now.key} & set(message.content) - {UPDATE})
@@ -289,7 +252,7 @@ class GradveilStrategy(Strategy):
             raise InputError(f"it holds arrays, or what could be taken for them, beside the update: {beside}")
         update = now.server.read(data)
         moved = moved_arrays(now.arrays, update, self.lr)
-        return _Accepted(message, size_of(message.content), update, self._weight(message), moved)
+        return _Accepted(message, messages.size_of(message.content), update, self._weight(message), moved)
 
     def _evaluation(self, message: Message) -> Message:
         """Look at a reply to an evaluate message, of which only the metrics are used."""
@@ -306,6 +269,25 @@ class GradveilStrategy(Strategy):
         logger.warning("gradveil: refused: %s", fault)
 
 
+def _heard(
+    replies: Replies[T], asked: Sequence[Message], arrived: Iterable[Message], read: Callable[[Message], T]
+) -> dict[int, T]:
+    """What `read` makes of the replies that can be used, by node, in the order in which the nodes were asked."""
+    node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
+    for message in arrived:
+        # The error for a dead node comes from the SuperLink, so it is the question that tells whose it is.
+        source, node = message.metadata.src_node_id, node_of.get(message.metadata.reply_to_message_id)
+        if node is None:
+            replies.refuse_stranger(source, "it answers no message of this round")
+        elif error := _error_of(message):
+            replies.refuse(node, error)
+        elif source != node:
+            replies.refuse(node, Refused(STRANGER, f"its reply came from node {source}"))
+        else:
+            replies.receive(node, partial(read, message))
+    return replies.close()
+
+
 def _error_of(message: Message) -> Refused | None:
     """The error that a client, or the SuperLink in its place, replied with."""
     if not message.has_error():
@@ -313,3 +295,7 @@ def _error_of(message: Message) -> Refused | None:
     code, reason = message.error.code, message.error.reason or ""
     told = NOT_FINITE if NotFiniteError.__name__ in reason else FAILED
     return Refused(MISSING if code == ErrorCode.NODE_UNAVAILABLE else told, f"error {code}: {reason}")
+
+
+def _is_finite(record: ArrayRecord) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in record.to_torch_state_dict().values())

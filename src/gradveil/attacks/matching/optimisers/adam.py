@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil.attacks.findings import LossHistory
 from gradveil.attacks.matching.objective import Objective
-from gradveil.attacks.matching.optimisers.base import LATE, Clock, Optimiser, Project, Solution
+from gradveil.attacks.matching.optimisers.base import LATE, Clock, Limits, Optimiser, Solution
 from gradveil.attacks.problem import Progress
 
 
@@ -37,13 +37,7 @@ class Adam(Optimiser):
     tolerance: float = -math.inf
 
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
         """Every step is followed by the projection."""
         count = len(start)

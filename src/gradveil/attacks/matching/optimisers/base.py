@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.attacks.findings import LossHistory
+from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.matching.objective import Objective
 from gradveil.attacks.problem import Progress
 
-Project = Callable[[Tensor], Tensor] | None
-"""Brings candidates back into the range that inputs have; None: there is none."""
+Limits = Callable[[Tensor], Tensor] | None
+"""Brings candidates back within the limits that inputs have; None: there are none."""
 
 LATE = 0.9
 """The share of the steps after which `LossHistory.late` is taken."""
@@ -43,6 +43,12 @@ class Solution:
     history: LossHistory
     interrupted: bool = False
 
+    def found(self, labels: Tensor) -> Reconstruction:
+        """The candidates as inputs, with their labels."""
+        return Reconstruction(
+            self.candidates, labels, self.losses, self.iterations, history=self.history, interrupted=self.interrupted
+        )
+
 
 class Optimiser(ABC):
     """Moves the candidates of many victims to where their cost is low.
@@ -56,13 +62,7 @@ class Optimiser(ABC):
 
     @abstractmethod
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
         """Look for the minimum.
 
@@ -70,7 +70,7 @@ class Optimiser(ABC):
             objective: losses and gradients of candidates.
             start: first candidates ``[victims, ...]``.
             iterations: number of steps at most.
-            project: brings candidates back into the range that inputs have; None: there is none.
+            project: brings candidates back within the limits that inputs have; None: there are none.
             progress: called after every step.
         """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks.findings import LossHistory
 from gradveil.attacks.matching.objective import Objective
-from gradveil.attacks.matching.optimisers.base import LATE, Clock, Optimiser, Project, Solution
+from gradveil.attacks.matching.optimisers.base import LATE, Clock, Limits, Optimiser, Solution
 from gradveil.attacks.problem import Progress
 
 
@@ -39,13 +39,7 @@ class LBFGS(Optimiser):
     tolerance: float = 1e-12
 
     def minimise(
-        self,
-        objective: Objective,
-        start: Tensor,
-        *,
-        iterations: int,
-        project: Project = None,
-        progress: Progress = None,
+        self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
         """At most `iterations` accepted steps per victim; progress is that of the slowest."""
         runs = [_Run(point.reshape(-1), iterations, self.history, self.tolerance) for point in start]

@@ -1,0 +1,153 @@
+"""What a metric is: a record in a registry, over which scorer, rows, tables, charts and flags iterate."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from gradveil.errors import UnknownNameError
+from gradveil.modality import Modality
+from gradveil.registry import suggest
+
+Compute = Callable[[Tensor, Tensor], Tensor | None]
+F = TypeVar("F", bound=Compute)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """How close a reconstruction comes to the original, as one number per example.
+
+    Args:
+        name: its key in rows and configs.
+        title: its name in tables.
+        compute: ``(originals, found)``, both ``[N, *input_shape]`` and in range, each found example with its original:
+            one number per example ``[N]``; None where it cannot be computed here, see `remedy`.
+        better: ``"higher"`` or ``"lower"``: which values are closer to the original.
+        summary: what it means, in a sentence or two for the glossary of a report.
+        modalities: the names of those it is for.
+        unit: of its values, if they have one.
+        digits: decimals that a reader is shown.
+        low: the least value it can have.
+        high: the greatest.
+        noticeable: the least difference that is worth a word.
+        optional: it may be None; rows then hold null.
+        remedy: the command that gets what it lacks where it is None.
+        compares: it looks at the original; if not, only at the reconstruction.
+        column: tables have a column for it.
+        second_opinion: for a distance (0 is equal) that may contradict the verdict: why it may. Then a report says
+            where it does.
+
+    Example:
+        >>> error = Metric(
+        ...     "largest_error",
+        ...     "Largest error",
+        ...     lambda originals, found: (originals - found).abs().flatten(1).amax(1),
+        ...     better="lower",
+        ...     summary="The largest difference of any two values.",
+        ...     modalities=("image",),
+        ...     low=0.0,
+        ... )
+        >>> error.words(0.126), error.closeness(0.126)
+        ('0.13', -0.126)
+    """
+
+    name: str
+    title: str
+    compute: Compute
+    better: Literal["higher", "lower"]
+    summary: str
+    modalities: tuple[str, ...]
+    unit: str = ""
+    digits: int = 2
+    low: float = -math.inf
+    high: float = math.inf
+    noticeable: float = 0.0
+    optional: bool = False
+    remedy: str | None = None
+    compares: bool = True
+    column: bool = True
+    second_opinion: str | None = None
+
+    @property
+    def heading(self) -> str:
+        """Its title with its unit."""
+        return f"{self.title} {self.unit}".rstrip()
+
+    @property
+    def worse(self) -> str:
+        """Where worse values lie: below or above better ones."""
+        return "below" if self.better == "higher" else "above"
+
+    def figure(self, value: float) -> str:
+        """A value as a reader is shown it, without its unit."""
+        return f"{round(value, self.digits) + 0:.{self.digits}f}"  # adding zero turns -0.0 into 0.0
+
+    def words(self, value: float) -> str:
+        """A value as a reader is shown it."""
+        return f"{self.figure(value)} {self.unit}".rstrip()
+
+    def closeness(self, value: float) -> float:
+        """The value, turned so that more is always closer to the original."""
+        return value if self.better == "higher" else -value
+
+
+class Metrics:
+    """All metrics by name; a name is taken once.
+
+    Example:
+        >>> from gradveil.modality import IMAGE
+        >>> [metric.name for metric in METRICS.of(IMAGE)]
+        ['mse', 'psnr', 'ssim', 'lpips', 'noise_ratio']
+    """
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, Metric] = {}
+
+    def add(self, metric: Metric) -> Metric:
+        """Make a metric part of every audit of its modalities."""
+        if metric.name in self._metrics:
+            raise UnknownNameError(f"metric {metric.name!r} is registered already; choose another name")
+        self._metrics[metric.name] = metric
+        return metric
+
+    def get(self, name: str) -> Metric:
+        """The metric of that name."""
+        if name not in self._metrics:
+            raise UnknownNameError(f"unknown metric {name!r}; {suggest(name, self._metrics)}")
+        return self._metrics[name]
+
+    def names(self) -> list[str]:
+        """All names, sorted."""
+        return sorted(self._metrics)
+
+    def of(self, modality: Modality) -> list[Metric]:
+        """Those for a modality, in one order wherever they come from: those that are always there first."""
+        mine = (metric for metric in self._metrics.values() if modality.name in metric.modalities)
+        return sorted(mine, key=lambda metric: (not metric.compares, metric.optional, metric.name))
+
+
+METRICS = Metrics()
+
+
+def metric(name: str, title: str, **fields: Any) -> Callable[[F], F]:
+    """Decorator that adds a function as a metric.
+
+    Its docstring has the summary in a paragraph ``In words: ...`` and, if there is one, a ``Second opinion: ...``.
+
+    Args:
+        name: as `Metric` has it.
+        title: likewise.
+        fields: the others.
+    """
+
+    def register(compute: F) -> F:
+        paragraphs = [" ".join(part.split()) for part in (inspect.getdoc(compute) or "").split("\n\n")]
+        said = dict(part.split(": ", 1) for part in paragraphs if ": " in part)
+        summary, opinion = said.get("In words", ""), said.get("Second opinion")
+        METRICS.add(Metric(name, title, compute, summary=summary, second_opinion=opinion, **fields))
+        return compute
+
+    return register

@@ -1,0 +1,274 @@
+"""The audit as a library: cases, what is observed of them, scores."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import gradveil
+from gradveil import metrics, models
+from gradveil.attacks import ATTACKS, Attack, Reconstruction
+from gradveil.audit import AuditConfig, run
+from gradveil.audit.cases import (
+    Case,
+    attack_on,
+    bound,
+    build_task,
+    choose_victims,
+    fit,
+    load_weights,
+    observe,
+    prepare,
+    score,
+)
+from gradveil.core.parameters import state
+from gradveil.core.tensors import Tensors
+from gradveil.data import Dataset, Split
+from gradveil.errors import DataError, ParameterError
+from gradveil.update import LocalSteps
+
+ATTACK = gradveil.attack("idlg", iterations=40)
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    generator = torch.Generator().manual_seed(0)
+    train, test = (
+        Split(
+            torch.randint(0, 256, (count, 1, 12, 12), generator=generator, dtype=torch.uint8), torch.arange(count) % 3
+        )
+        for count in (130, 30)
+    )
+    return Dataset("squares", ("a", "b", "c"), "made", train, test)
+
+
+@pytest.fixture(scope="module")
+def task(dataset):
+    return build_task(dataset, "mlp:activation=sigmoid")
+
+
+def case_of(dataset, task, spec="none", attack=ATTACK, **settings):
+    victims = settings.pop("victims", None) or choose_victims(dataset.test, 3)
+    public = dataset.train.batch(range(20))
+    return Case(prepare(task, gradveil.defense(spec), attack, public=public), attack, victims, **settings)
+
+
+def test_a_case_is_observed_attacked_and_scored(dataset, task):
+    seen = observe(case_of(dataset, task))
+    assert [len(rounds) for rounds in seen.seen] == [1, 1, 1]
+    assert seen.power == [0.0, 0.0, 0.0]
+    assert seen.trained_on == [None, None, None]
+    scores = score(seen, attack_on(seen), metrics.Scorer())
+    assert len(scores) == 3
+    for one in scores:
+        assert one.metrics["label_correct"] == 1.0
+        assert one.metrics["leaked"] is None  # nobody said what a blind guess scores
+        assert one.inputs.shape == (1, 1, 12, 12)
+        assert one.losses["loss_start"] > one.losses["loss_late"] >= one.loss
+
+
+def test_a_part_of_the_victims_is_seen_as_in_the_whole(dataset, task):
+    whole = case_of(dataset, task, "gaussian-noise:std=0.1")
+    part = replace(whole, victims=whole.victims.part(range(1, 3)))
+    for there, here in zip(observe(whole).seen[1:], observe(part).seen, strict=True):
+        assert all(torch.equal(value, here[0][1][name]) for name, value in there[0][1].items())
+
+
+def test_local_steps_are_the_clients_and_the_attackers(dataset, task):
+    local = LocalSteps(epochs=2, batch_size=1, lr=0.05)
+    victims = choose_victims(dataset.test, 2, 2)
+    case = case_of(dataset, task, "none", victims=victims, local=local, labels="known")
+    seen = observe(case)
+    assert seen.seen[0][0][1].meta.local == local
+    assert seen.power == [0.0, 0.0]
+    assert bound(replace(case, stage=prepare(task, gradveil.defense("gaussian-noise"), ATTACK, public=None))) is None
+    assert attack_on(seen).inputs.shape == (2, 2, 1, 12, 12)
+
+
+def test_several_rounds_are_observed_at_other_weights(dataset, task):
+    seen = observe(case_of(dataset, task, "top-k:keep=0.3+error-feedback", rounds=3, server_lr=0.5))
+    for rounds in seen.seen:
+        assert len(rounds) == 3
+        weights = [stage.parameters["classifier.weight"] for stage, _ in rounds]
+        assert not torch.equal(weights[0], weights[1])
+    first = observe(case_of(dataset, task, "top-k:keep=0.3+error-feedback")).seen
+    for one, several in zip(first, seen.seen, strict=True):
+        assert all(torch.equal(value, several[0][1][name]) for name, value in one[0][1].items())
+    assert attack_on(seen).inputs.shape == (3, 1, 1, 12, 12)
+
+
+def test_clients_behind_a_victim_are_hidden_in_a_sum(dataset, task):
+    victims = choose_victims(dataset.test, 2, 1, clients=3)
+    seen = observe(case_of(dataset, task, "secure-aggregation", victims=victims))
+    assert len(seen.seen) == 2
+    assert seen.seen[0][0][1].meta.clients == 3
+    assert seen.targets.shape == (2, 3)
+    alone = observe(case_of(dataset, task, "none", victims=victims))
+    assert len(alone.seen) == 6
+    assert alone.targets.shape == (6, 1)
+
+
+def test_more_victims_than_examples_are_refused(dataset):
+    with pytest.raises(ParameterError, match="20 victims of 2 images need 40 of them, the test split has 30"):
+        choose_victims(dataset.test, 20, 2)
+
+
+# -- an attacker who learns ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def nearest(monkeypatch):
+    monkeypatch.setattr(ATTACKS, "_factories", dict(ATTACKS._factories))
+    fitted = []
+
+    @ATTACKS.register("nearest")
+    @dataclass(frozen=True, repr=False)
+    class Nearest(Attack):
+        """The public example whose gradient is nearest."""
+
+        paper, needs_public, finds_labels = "-", True, True
+        learned: Tensors | None = state()
+
+        def learn(self, task, threat, generator, progress):
+            fitted.append(threat.defense.name)
+            inputs, labels = threat.public
+            return replace(self, learned=Tensors({"inputs": inputs, **task.per_example_gradients(inputs, labels)}))
+
+        def run(self, problem):
+            distances = sum(
+                (value.flatten(1)[:, None] - self.learned[name].flatten(1)).square().sum(2)
+                for name, value in problem.updates.items()
+            )
+            losses, places = distances.min(1)
+            inputs = self.learned["inputs"][places][:, None]
+            return Reconstruction(inputs, problem.labels, losses, torch.zeros(len(losses), dtype=torch.long))
+
+    return fitted
+
+
+def test_an_attacker_who_learns_gets_the_public_examples(dataset, task, nearest):
+    attack = gradveil.attack("nearest")
+    case = fit(case_of(dataset, task, attack=attack))
+    assert nearest == ["none"]
+    assert case.attack != attack
+    found = attack_on(observe(case)).inputs[:, 0]
+    public, _ = dataset.train.batch(range(20))
+    assert all(any(torch.equal(one, other) for other in public) for one in found)
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS")
+def test_an_audit_fits_once_per_defense(dataset, nearest, tmp_path, monkeypatch):
+    from gradveil.data.loader import SOURCES
+
+    monkeypatch.setattr(SOURCES, "_factories", {"squares": lambda: dataset})
+    run(
+        AuditConfig(
+            dataset="squares",
+            model="mlp",
+            defenses=("none", "top-k"),
+            attacks=("nearest",),
+            victims=4,
+            chunk=2,
+            rounds=1,
+            clients=2,
+            client_batch=8,
+        ),
+        tmp_path / "out",
+    )
+    assert nearest == ["none", "top-k"]
+
+
+# -- models of one's own ---------------------------------------------------------------------------------------------
+
+
+def test_weights_of_ones_own_are_loaded_and_must_fit(dataset, tmp_path):
+    path = tmp_path / "mine.safetensors"
+    model = models.create("mlp", input_shape=(1, 12, 12), classes=3, seed=7)
+    save_file(model.state_dict(), path)
+    task = build_task(dataset, "mlp", weights=path)
+    for name, value in model.named_parameters():
+        assert torch.equal(task.parameters[name], value)
+    with pytest.raises(
+        DataError, match=r"mine.safetensors: expected for '.*' .*, got .*; use weights of this very model"
+    ):
+        build_task(dataset, "lenet", weights=path)
+    path.write_bytes(b"no weights")
+    with pytest.raises(DataError, match="expected weights in the safetensors format"):
+        load_weights(model, path)
+    with pytest.raises(DataError, match="expected a file of weights that can be read"):
+        load_weights(model, tmp_path / "missing.safetensors")
+    broken = {name: value * float("nan") for name, value in model.state_dict().items()}
+    save_file(broken, path)
+    with pytest.raises(DataError, match="expected finite weights, got NaN or Inf"):
+        load_weights(model, path)
+
+
+def test_norms_work_in_the_mode_that_is_asked_for(dataset):
+    assert build_task(dataset, "resnet18:norm=batch", norms="train").has_batch_statistics
+    assert not build_task(dataset, "resnet18:norm=batch", norms="inference").has_batch_statistics
+    with pytest.raises(ParameterError, match="norms must be one of train, inference"):
+        build_task(dataset, "mlp", norms="off")
+
+
+def test_normalisation_is_the_models(dataset):
+    task = build_task(dataset, "mlp", mean=[0.5], std=[0.25])
+    inputs, _ = dataset.test.batch([0])
+    assert torch.allclose(task.normalised(inputs), (inputs - 0.5) / 0.25)
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS")
+def test_an_audit_takes_all_of_these_as_settings(dataset, tmp_path, monkeypatch):
+    from gradveil.data.loader import SOURCES
+
+    monkeypatch.setattr(SOURCES, "_factories", {"squares": lambda: dataset})
+    weights = tmp_path / "mine.safetensors"
+    save_file(models.create("mlp", input_shape=(1, 12, 12), classes=3, seed=7).state_dict(), weights)
+    config = AuditConfig(
+        dataset="squares",
+        model="mlp",
+        defenses=("none", "gaussian-noise:std=0.1"),
+        attacks=("idlg:iterations=2",),
+        victims=2,
+        batch_size=2,
+        labels="known",
+        rounds=2,
+        clients=2,
+        client_batch=8,
+        local_epochs=2,
+        local_batch=1,
+        observed_rounds=2,
+        weights=str(weights),
+        norms="inference",
+        mean=(0.5,),
+        std=(0.25,),
+    )
+    for word in ("--local-epochs 2", "--local-batch 1", "--observed-rounds 2", "--norms inference", "--mean 0.5"):
+        assert word in config.command
+    run(config, tmp_path / "out")
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert AuditConfig.from_json(described) == config
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert all(row["bound_mse"] is None for row in rows)
+    run(config, tmp_path / "out", resume=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"local_batch": 2}, "local_batch is of local steps; say how many passes: local_epochs"),
+        ({"local_epochs": 0}, "epochs must be a whole number of at least 1"),
+        ({"observed_rounds": 0}, "observed_rounds must be a whole number of at least 1"),
+        ({"norms": "eval"}, "norms must be one of train, inference"),
+        ({"device": 1}, "device must be a text"),
+    ],
+)
+def test_bad_settings_are_refused(settings, words):
+    with pytest.raises(ParameterError, match=words):
+        AuditConfig(**settings)
+
+
+def test_a_device_that_is_not_there_is_refused(dataset):
+    with pytest.raises(ParameterError, match="device must be one that torch has here, such as cpu, got 'abacus'"):
+        build_task(dataset, "mlp", device="abacus")

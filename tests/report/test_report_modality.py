@@ -1,0 +1,225 @@
+"""A report on something that is no image: numbers of one's own, scored by a distance of which less is closer."""
+
+import html
+import io
+import json
+import re
+from dataclasses import dataclass
+
+import PIL.Image
+import pytest
+import torch
+
+from gradveil import report
+from gradveil.audit import AuditConfig
+from gradveil.audit.folder import SealedLines, check_config
+from gradveil.audit.rows import VERSION, MethodId, ResultRow, UtilityRow
+from gradveil.audit.schema import sealed
+from gradveil.audit.store import bytes_digest, command_line
+from gradveil.errors import DataError
+from gradveil.folders import write_json
+from gradveil.metrics import METRICS, Metric
+from gradveil.modality import MODALITIES, Modality
+from gradveil.report.judgement import Outcome, outcome
+from gradveil.report.scores import strongest
+from gradveil.report.tables import ranking
+
+DISTANCES = {("none", "idlg"): 0.02, ("none", "dlg"): 0.05, ("top-k", "idlg"): 0.6, ("top-k", "dlg"): 0.7}
+SETTINGS = {
+    **AuditConfig().to_json(),
+    "dataset": "meters",
+    "model": "mlp",
+    "defenses": ["none", "top-k"],
+    "attacks": ["idlg", "dlg"],
+    "adaptive": False,
+}
+
+
+@pytest.fixture
+def meters(monkeypatch):
+    """A modality and its metric, registered for the time of a test."""
+    monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
+    monkeypatch.setattr(METRICS, "_metrics", dict(METRICS._metrics))
+
+    @MODALITIES.register("meter")
+    @dataclass(frozen=True)
+    class Meter(Modality):
+        unit = "reading"
+        primary = "distance"
+        guess = "the usual reading"
+        rule = "distance of at most 0.1, half of the blind guess's"
+        threshold = 0.1
+
+        def check_stored(self, where, stored):
+            pass
+
+        def inputs_of(self, stored):
+            return stored
+
+        def start(self, shape, generator, *, dtype, device):
+            return torch.rand(shape, generator=generator, dtype=dtype, device=device)
+
+        def project(self, inputs):
+            return inputs.clamp(-4, 4)
+
+        def leaked(self, scores, blind):
+            return scores["distance"] <= 0.1 and (blind is None or scores["distance"] <= blind / 2)
+
+        def render(self, examples):
+            content = io.BytesIO()
+            PIL.Image.new("L", (30, 7)).save(content, format="PNG")
+            return content.getvalue()
+
+        def rendered_size(self, input_shape, count):
+            return 30, 7 * count
+
+    METRICS.add(
+        Metric(
+            "distance",
+            "Distance",
+            lambda originals, found: (originals - found).abs().mean(1),
+            better="lower",
+            summary="How far the readings are apart.",
+            modalities=("meter",),
+            unit="kW",
+            low=0,
+            noticeable=0.05,
+        )
+    )
+    return MODALITIES.create("meter")
+
+
+@pytest.fixture
+def folder(meters, tmp_path):
+    config = sealed(
+        {
+            "gradveil": "0.1.0",
+            "version": VERSION,
+            "command": command_line(SETTINGS),
+            **SETTINGS,
+            "adapted": [],
+            "generic": [],
+            "caveats": {},
+            "dataset_source": "meters.csv",
+            "data_digest": "d" * 16,
+            "modality": "meter",
+            "metrics": {"distance": True},
+            "input_shape": [5],
+            "classes": [],
+            "parameters": 30,
+            "weights_digest": "e" * 16,
+            "model_file_digest": None,
+            "victim_labels": [[[0.5, 1.5]]] * 8,
+            "torch": "2.13.0",
+            "threads": 1,
+            "platform": "Linux",
+        }
+    )
+    check_config(config)
+    write_json(tmp_path / "config.json", config)
+    (tmp_path / "images").mkdir()
+    picture = meters.render(torch.zeros(1, 5))
+    names = ["images/found.png", *(f"images/original-v{victim}.png" for victim in range(8))]
+    for name in names:
+        (tmp_path / name).write_bytes(picture)
+    results = SealedLines(tmp_path / "results.jsonl", ResultRow, config)
+    cases = [(None, "blind-guess", 0.4), *((*pair, distance) for pair, distance in DISTANCES.items())]
+    results.append(
+        ResultRow(
+            defense=defense,
+            defense_params={},
+            defense_spec=defense,
+            attack=attack,
+            attack_params={},
+            attack_spec=attack,
+            adaptive=False,
+            server="passive",
+            **{key: SETTINGS[key] for key in ("dataset", "model", "seed", "batch_size", "aggregated")},
+            victim=victim,
+            scores={"distance": distance + victim / 1000},
+            label_correct=None,
+            leaked=defense is not None and distance < 0.1,
+            power=None,
+            bound_mse=None,
+            trained_on=None,
+            loss=None,
+            loss_start=None,
+            loss_late=None,
+            loss_restarts=None,
+            iterations=3,
+            seconds=1.0,
+            image="images/found.png",
+            image_digest=bytes_digest(picture),
+            original_digest=bytes_digest(picture) if defense is None else None,
+        )
+        for defense, attack, distance in cases
+        for victim in range(8)
+    )
+    SealedLines(tmp_path / "utility.jsonl", UtilityRow, config).append(
+        UtilityRow(
+            defense=spec,
+            defense_params={},
+            defense_spec=spec,
+            accuracy=accuracy,
+            baseline_accuracy=0.9,
+            pmm=accuracy / 0.9,
+            loss=0.1,
+            round_seconds=0.1,
+            upload_bytes=100.0,
+            download_bytes=100.0,
+            history=(),
+            diverged=None,
+            privacy=None,
+            epsilon=None,
+        )
+        for spec, accuracy in (("none", 0.9), ("top-k", 0.8))
+    )
+    return tmp_path
+
+
+def test_less_is_closer_where_the_metric_says_so(folder):
+    audit = report.read(folder)
+    assert strongest(audit, "none")[0] == MethodId("idlg")
+    assert strongest(audit, "top-k")[0] == MethodId("idlg")
+    assert outcome(audit, "top-k") is Outcome.STOPS
+    first = report.verdict(audit)[0]
+    assert first.startswith("Without a defense, idlg recovers 8 of 8 readings (median 0.02 kW)")
+    assert not [flag.flag.name for flag in report.raised_flags(audit) if flag.flag.name == "stronger-does-worse"]
+    ((_, attack, place, distance, *_),) = ranking(audit).rows
+    assert (attack.text, place.text, distance.text) == ("idlg", "1", "0.60")
+    heading, *lines = report.summary(audit).csv().splitlines()
+    assert heading == "Defense,Attack,Leaked,Distance kW,vs. undefended,Label,Time"
+    assert lines[3].startswith("top-k,idlg,0.0,0.60")
+
+
+def test_an_attack_that_does_better_under_a_defense_is_flagged(folder):
+    path = folder / "results.jsonl"
+    text = path.read_text()
+    assert "stronger-does-worse" not in {found.flag.name for found in report.raised_flags(folder)}
+    path.unlink()
+    config = report.read(folder).config
+    lines = SealedLines(path, ResultRow, {**config, "digest": sealed(config)["digest"]})
+    rows = [ResultRow.from_json(row) for row in map(json.loads, text.splitlines())]
+    better = [
+        ResultRow(**{**vars(row), "scores": {"distance": 0.001}}) if row.defense == "top-k" else row for row in rows
+    ]
+    lines.append(better)
+    assert "stronger-does-worse" in {found.flag.name for found in report.raised_flags(folder)}
+
+
+def test_the_page_speaks_of_what_it_is_about(folder):
+    page = report.write(folder).read_text()
+    words = html.unescape(re.sub(r"<style>.*?</style>|<script>.*?</script>|<[^>]*>", " ", page, flags=re.DOTALL))
+    assert not re.search(r"PSNR|SSIM|LPIPS|MSE|\bdB\b|\b[Ii]mages?\b|pixel", words)
+    assert "has a distance of at most 0.1, half of the blind guess's" in words
+    assert "Distance of the strongest attack, kW ←" in words
+    assert "0.1 kW threshold" in words
+    assert "as anyone could guess them from the usual reading" in words
+    assert re.search(r"None of the 8\s+trust flags\s+is raised", words)  # no second metric could disagree
+    assert page.count('src="data:image/png;base64,') == 2 * 8 * 4
+
+
+def test_pictures_of_another_size_than_the_modality_renders_are_refused(folder, meters, monkeypatch):
+    monkeypatch.setattr(type(meters), "rendered_size", lambda *_: (30, 8))
+    with pytest.raises(DataError, match="it must have 30 x 8 pixels and has 30 x 7"):
+        report.write(folder)
