@@ -26,7 +26,6 @@ from gradveil.modality import IMAGE
 from gradveil.registry import parse_spec
 
 Row = dict[str, Any]
-METRICS = ("psnr", "ssim", "lpips", "mse", "noise_ratio")
 load = cache(data.load)
 
 
@@ -45,12 +44,6 @@ class Session:
     def checkpoints(self, case: Row) -> Path:
         """Where the trainings of a case keep their checkpoints until its row is written."""
         return self.folder / "checkpoints" / slug(case["name"])
-
-
-@cache
-def scorer() -> metrics.Scorer:
-    weights = data.find("lpips-alex")
-    return metrics.Scorer(None if weights is None else metrics.Lpips.load(weights))
 
 
 def dataset_of(case: Row) -> data.Dataset:
@@ -99,7 +92,7 @@ def attacked(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
     stage = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
     given = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
     known = cases.Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **given)
-    seen = cases.observe(known)
+    seen = cases.observe(cases.fit(known, progress=session.progress))
     found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
         raise KeyboardInterrupt
@@ -119,9 +112,10 @@ def figures(victims: Victims, found: Tensor, labels: Tensor, *, each: bool = Fal
     tensors = [victims.inputs, *in_order(victims, found, labels), victims.targets]
     if each:
         tensors = [tensor.flatten(0, 1)[:, None] for tensor in tensors]
-    scores = [scorer().score(x, y, label, guess, None) for x, y, guess, label in zip(*tensors, strict=True)]
-    result: Row = {name: [score[name] for score in scores] for name in METRICS}
-    return {**result, "labels_right": sum(score["label_correct"] for score in scores)}
+    score = metrics.Scorer(IMAGE).score
+    scores = [score(x, y, label, guess, None) for x, y, guess, label in zip(*tensors, strict=True)]
+    row: Row = {metric.name: [one[metric.name] for one in scores] for metric in metrics.of(IMAGE)}
+    return {**row, "labels_right": sum(one["label_correct"] or 0 for one in scores)}
 
 
 def described(case: Row, seen: Observation, found: Reconstruction) -> Row:
