@@ -104,6 +104,17 @@ def test_numbers_that_json_does_not_know_are_refused(tmp_path):
     assert not lines.path.exists()
 
 
+def test_rows_that_may_hold_such_numbers_are_read_if_asked(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"loss": Infinity}\n{"loss"')
+    lines = JsonLines(path, finite=False)
+    assert lines.rows == [{"loss": float("inf")}]
+    lines.append([{"loss": 1.0}])
+    assert path.read_text() == '{"loss": Infinity}\n{"loss": 1.0}\n'
+    with pytest.raises(ValueError):
+        lines.append([{"loss": float("nan")}])
+
+
 def test_names_of_short_specs_are_readable():
     assert slug("none") == "none"
     assert slug("dual-pruning:k1=0.05,k2=0.75+error-feedback") == "dual-pruning-k1=0.05-k2=0.75-error-feedback"

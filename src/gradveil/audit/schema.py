@@ -195,10 +195,10 @@ def refuse(where: str, key: str, expected: str, got: str, remedy: str = REMEDY) 
     raise DataError(f"{where}: {key!r} must be {expected}, got {got}; {remedy}")
 
 
-def parse(where: str, content: bytes, remedy: str = REMEDY) -> Json:
-    """One JSON object; NaN, infinities and keys that are there twice are refused."""
+def parse(where: str, content: bytes, remedy: str = REMEDY, *, finite: bool = True) -> Json:
+    """One JSON object; keys that are there twice are refused, and if numbers must be `finite`, NaN and infinities."""
     try:
-        values = json.loads(content, parse_constant=_no_number, object_pairs_hook=_without_repeats)
+        values = json.loads(content, parse_constant=_no_number if finite else float, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # covers bad JSON, bad UTF-8 and numbers of thousands of digits
         raise DataError(f"{where}: expected JSON, got {short(content)} ({error}); {remedy}") from error
     if not isinstance(values, dict):

@@ -107,7 +107,7 @@ class Lines(NamedTuple):
     ended: bool
 
 
-def read_lines(path: Path) -> Lines:
+def read_lines(path: Path, *, finite: bool = True) -> Lines:
     """The JSON objects of a file, one per line; none if it is not there.
 
     A kill can cut only the last line short, which then has no line end: it is left out. Any other line that is no
@@ -120,7 +120,7 @@ def read_lines(path: Path) -> Lines:
         where = f"{path.name} line {number}"
         if line.strip():
             try:
-                rows.append((where, parse(where, line)))
+                rows.append((where, parse(where, line, finite=finite)))
             except DataError:
                 if number < len(lines):
                     raise
@@ -135,6 +135,7 @@ class JsonLines:
 
     Args:
         path: the file; it need not exist yet.
+        finite: whether a file that holds NaN or infinities is refused; none are ever written.
 
     Example:
         >>> import tempfile
@@ -144,9 +145,9 @@ class JsonLines:
         [{'victim': 0}, {'victim': 1}]
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, finite: bool = True) -> None:
         self.path = path
-        found = read_lines(path)
+        found = read_lines(path, finite=finite)
         self.rows = [row for _, row in found.rows]
         self._begin = "" if found.ended else "\n"
         if found.torn:
