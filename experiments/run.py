@@ -63,7 +63,7 @@ class Experiment:
                 if key in case:
                     case[key] = {**case[key], **value} if isinstance(value, dict) else value
         files = dict.fromkeys(map(self.file_of, self.cases.values()))
-        self.rows = {self.name_of(row): row for path in files for row in JsonLines(path).rows}
+        self.rows = {self.name_of(row): row for path in files for row in JsonLines(path, finite=False).rows}
 
     def _expanded(self) -> Iterator[Row]:
         for group in self.config["groups"]:
@@ -128,7 +128,7 @@ class Experiment:
             now = time.perf_counter()
             versions = {"gradveil": gradveil.__version__, "torch": torch.__version__}
             row = plain({**case, **versions, **result, "seconds": round(now - started, 1)})
-            JsonLines(path).append([row])
+            JsonLines(path, finite=False).append([row])
             self.rows[case["name"]] = row
             shutil.rmtree(session.checkpoints(case), ignore_errors=True)
             left = (now - first) / number * (len(missing) - number)

@@ -19,13 +19,15 @@ COMPLETE = ("baselines", "federation", "noise_recovery", "pruning_and_dropout")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def registries():
-    """Extensions bring methods of their own, which other tests must not meet."""
-    before = [(registry, dict(registry._factories)) for registry in (ATTACKS, DEFENSES)]
-    yield
-    for registry, factories in before:
-        registry._factories = factories
+def apart():
+    """Extensions bring methods of their own, which other tests must not meet; and the data is the embedded digits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("GRADVEIL_DATA", raising=False)
+        for registry in (ATTACKS, DEFENSES):
+            patch.setattr(registry, "_factories", dict(registry._factories))
+        yield
     run._extension.cache_clear()
+    kinds.load.cache_clear()
 
 
 @pytest.fixture(scope="module", params=NAMES)
