@@ -152,10 +152,9 @@ def trained(case: Row, session: Session, part: str = "") -> TrainingResult:
 
 def training(case: Row, session: Session) -> Row:
     """Train under a defense; the accuracy is that of the last evaluation, or the mean of the last `averaged` ones."""
-    result, dataset = trained(case, session), dataset_of(case)
+    result = trained(case, session)
     names = ("loss", "history", "execution", "round_seconds", "upload_bytes", "download_bytes", "diverged")
     return {name: getattr(result, name) for name in names} | {
-        "examples": [len(dataset.train), len(dataset.test)],
         "accuracy": fmean(accuracy for _, accuracy in result.history[-case.get("averaged", 1) :]),
         "losses": [record.loss for record in result.rounds],
         "defense_share": result.defense_seconds / result.round_seconds,

@@ -58,10 +58,12 @@ class Experiment:
                 raise ParameterError(
                     f"{folder.name}: two cases are called {case['name']!r}; give each a name of its own"
                 )
-        for case in self.cases.values():
-            for key, value in (changes or {}).items():
-                if key in case:
-                    case[key] = {**case[key], **value} if isinstance(value, dict) else value
+        for key, value in (changes or {}).items():
+            having = [case for case in self.cases.values() if key in case]
+            if not having:
+                raise ParameterError(f"{folder.name}: expected a setting that some case has, got {key!r}")
+            for case in having:
+                case[key] = {**case[key], **value} if isinstance(value, dict) else value
         files = dict.fromkeys(map(self.file_of, self.cases.values()))
         self.rows = {self.name_of(row): row for path in files for row in JsonLines(path, finite=False).rows}
 
@@ -117,17 +119,19 @@ class Experiment:
             print(f"[{number} of {len(missing)}] {case['name']}", flush=True)
             path, started = self.file_of(case), time.perf_counter()
             session = Session(path.parent, _teller(started))
+            about = {"gradveil": gradveil.__version__, "torch": torch.__version__}
             try:
-                if self.results is None and "dataset" in case and load(case["dataset"]).source == EMBEDDED:
-                    raise DataError("the rows are of more data than the embedded digits; set GRADVEIL_DATA")
+                if "dataset" in case:
+                    about["data"] = repr(load(case["dataset"]))
+                    if self.results is None and EMBEDDED in about["data"]:
+                        raise DataError("the rows are of more data than the embedded digits; set GRADVEIL_DATA")
                 result = kinds[case["kind"]](case, session)
             except GradveilError as error:  # no row, so that a later version tries again
                 refused += 1
                 print(f"  refused: {error}", flush=True)
                 continue
             now = time.perf_counter()
-            versions = {"gradveil": gradveil.__version__, "torch": torch.__version__}
-            row = plain({**case, **versions, **result, "seconds": round(now - started, 1)})
+            row = plain({**case, **about, **result, "seconds": round(now - started, 1)})
             JsonLines(path, finite=False).append([row])
             self.rows[case["name"]] = row
             shutil.rmtree(session.checkpoints(case), ignore_errors=True)
@@ -190,7 +194,7 @@ def main(words: Sequence[str] | None = None) -> int:
         tables = [line for spec in config["tables"] for line in table(spec, experiment.views)]
         print("\n".join([*config.get("heading", []), *tables]).rstrip())
     elif given.plot:
-        print("\n".join(str(plot(spec, experiment.views, HERE.parent)) for spec in config["plots"]))
+        print("\n".join(str(plot(spec, experiment.views, HERE.parent)) for spec in config.get("plots", [])))
     elif experiment.run(given.only):
         return 1
     return 0

@@ -105,13 +105,14 @@ def test_a_trial_does_not_go_into_the_kept_rows(capsys):
 
 
 def test_a_trial_changes_settings_that_cases_have(tmp_path):
-    changes = {"victims": 2, "training": {"rounds": 3}, "nothing": 1}
-    trial = run.Experiment(ROOT / "experiments" / "baselines", tmp_path / "rows.jsonl", changes)
+    folder, rows = ROOT / "experiments" / "baselines", tmp_path / "rows.jsonl"
+    trial = run.Experiment(folder, rows, {"victims": 2, "training": {"rounds": 3}})
     assert trial.cases["iDLG against none"]["victims"] == 2
     assert trial.cases["training under none"]["training"]["rounds"] == 3
     assert trial.cases["training under none"]["training"]["clients"] == 10
-    assert "nothing" not in trial.cases["iDLG against none"]
     assert list(trial.listing())[-1] == "59 of 59 missing"
+    with pytest.raises(ParameterError, match="baselines: expected a setting that some case has, got 'victim'"):
+        run.Experiment(folder, rows, {"victim": 2})
 
 
 LOCAL = {"epochs": 1, "batch_size": 1, "lr": 0.01}
@@ -181,7 +182,7 @@ def test_every_shared_kind_runs(finished):
     assert len(summed["psnr"]) == 8
     assert [round_ for round_, _ in first["history"]] == [2, 4]
     assert first["accuracy"] == pytest.approx(sum(accuracy for _, accuracy in first["history"]) / 2, abs=1e-5)
-    assert first["examples"] == [300, 1000]
+    assert first["data"].startswith("Dataset('mnist' from ")
     assert first["losses"] != second["losses"]
     assert all(row["gradveil"] == gradveil.__version__ and row["seconds"] >= 0 for row in read(finished))
     assert not list(finished.folder.glob("checkpoints/*"))
