@@ -1,4 +1,4 @@
-"""The examples in CONTRIBUTING.md are a working defense and a working metric."""
+"""The examples in CONTRIBUTING.md are a working defense, attack and metric."""
 
 import re
 from pathlib import Path
@@ -7,17 +7,19 @@ import pytest
 import torch
 
 import gradveil
+from gradveil.attacks import ATTACKS
 from gradveil.defenses import DEFENSES
 from gradveil.metrics import METRICS
 
 PAGE = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
-DEFENSE, ROW, METRIC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+DEFENSE, ROW, ATTACK, METRIC = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
 @pytest.fixture(autouse=True)
 def without_the_examples(monkeypatch):
     """Whoever tries the page out has the files in place; and nothing stays behind."""
     monkeypatch.setattr(DEFENSES, "_factories", {n: f for n, f in DEFENSES._factories.items() if n != "sign-flip"})
+    monkeypatch.setattr(ATTACKS, "_factories", {n: f for n, f in ATTACKS._factories.items() if n != "plain-cosine"})
     monkeypatch.setattr(METRICS, "_metrics", {n: m for n, m in METRICS._metrics.items() if n != "largest_error"})
 
 
@@ -34,6 +36,16 @@ def test_the_example_defense_works_as_printed():
     assert flipped.tolist() == [-1.0, 2.0]
     cases = eval(f"[{ROW}]", {"Case": lambda *arguments, **keywords: (arguments, keywords)})
     assert cases[0][0][0] == "sign-flip"
+
+
+def test_the_example_attack_works_as_printed(tiny_task, tiny_batch):
+    run(ATTACK)
+    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    update = gradveil.defense("none").share(tiny_task, *one)
+    attack = gradveil.attack("plain-cosine", iterations=300, restarts=2)
+    found = attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=torch.manual_seed(0))
+    start = torch.rand(one[0].shape, generator=torch.manual_seed(0), dtype=torch.float64)
+    assert (found.inputs[0] - one[0]).abs().mean() < 0.5 * (start - one[0]).abs().mean()
 
 
 def test_the_example_metric_works_as_printed():

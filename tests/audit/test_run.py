@@ -346,7 +346,7 @@ def test_what_a_client_truly_trained_on_is_scored_too(data_file, tmp_path):
 
 
 def test_more_victims_than_images_are_refused(data_file, tmp_path):
-    with pytest.raises(ParameterError, match="61 victims of 1 images need 61 test images, .* has 60"):
+    with pytest.raises(ParameterError, match="61 victims of 1 images need 61 of them, the test split has 60"):
         run(config_for(data_file, victims=61), tmp_path / "out")
 
 

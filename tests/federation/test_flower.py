@@ -282,7 +282,7 @@ def test_every_defense_becomes_a_mod_or_says_why_not(name):
     words = {
         "secure-aggregation": "would send every update in the clear",
         "risk-slicing": r"has to look at public data first: d = gradveil.defense\(...\)",
-    }.get(name, rf"{name} needs the client's data, which a mod never sees(.|\n)*defense.share\(task, images, labels")
+    }.get(name, rf"{name} needs the client's data, which a mod never sees(.|\n)*defense.share\(task, inputs, labels")
     with pytest.raises(ParameterError, match=words):
         defense_mod(name, lr=LR)
 
