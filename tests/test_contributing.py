@@ -43,8 +43,8 @@ def test_the_example_attack_works_as_printed(tiny_task, tiny_batch):
     one = tiny_batch[0][:1], tiny_batch[1][:1]
     update = gradveil.defense("none").share(tiny_task, *one)
     attack = gradveil.attack("plain-cosine", iterations=300, restarts=2)
-    found = attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=torch.manual_seed(0))
-    start = torch.rand(one[0].shape, generator=torch.manual_seed(0), dtype=torch.float64)
+    found = attack.reconstruct(tiny_task, update, gradveil.ThreatModel(), generator=torch.manual_seed(7))
+    start = torch.rand(one[0].shape, generator=torch.manual_seed(7), dtype=torch.float64)
     assert (found.inputs[0] - one[0]).abs().mean() < 0.5 * (start - one[0]).abs().mean()
 
 
