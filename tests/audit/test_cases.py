@@ -87,6 +87,19 @@ def test_local_steps_are_the_clients_and_the_attackers(dataset, task):
     assert attack_on(seen).inputs.shape == (2, 2, 1, 12, 12)
 
 
+def test_what_was_truly_used_is_known_of_one_step(dataset, task):
+    victims = choose_victims(dataset.test, 2, 2)
+    spec = "ats:policy=invert"
+    seen = observe(case_of(dataset, task, spec, victims=victims, labels="known"))
+    for used, own in zip(seen.trained_on, victims.inputs, strict=True):
+        assert torch.allclose(used, 1 - own, atol=1 / 255)
+    refined = build_task(dataset, "lenet")
+    local = LocalSteps(epochs=1, batch_size=1, lr=0.05)
+    seen = observe(case_of(dataset, refined, "refiner:iterations=1", victims=victims, labels="known", local=local))
+    assert seen.trained_on == [None, None]
+    assert len(score(seen, attack_on(seen), metrics.Scorer())) == 2
+
+
 def test_several_rounds_are_observed_at_other_weights(dataset, task):
     seen = observe(case_of(dataset, task, "top-k:keep=0.3+error-feedback", rounds=3, server_lr=0.5))
     for rounds in seen.seen:

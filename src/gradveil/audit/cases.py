@@ -306,7 +306,9 @@ def observe(case: Case) -> Observation:
             task = task.with_parameters(
                 {name: value - case.server_lr * mean[name] for name, value in task.parameters.items()}
             )
-    return Observation(case, [Rounds(rounds) for rounds in seen], [_used(each) for each in memories], powers)
+    return Observation(
+        case, [Rounds(rounds) for rounds in seen], [_used(each, victims.inputs.shape[1]) for each in memories], powers
+    )
 
 
 def _share(
@@ -355,11 +357,13 @@ def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Upd
     return finite(fmean(powers))
 
 
-def _used(memories: Sequence[Memory]) -> Tensor | None:
-    """The inputs truly used, as a defense noted them, be it alone or the first of a chain."""
+def _used(memories: Sequence[Memory], examples: int) -> Tensor | None:
+    """The inputs truly used, as a defense noted them, be it alone or the first of a chain; of several local steps it
+    notes only the last one's, which are not all.
+    """
     used = [memory.get("trained_on", memory.get("0/trained_on")) for memory in memories]
     found = [inputs for inputs in used if inputs is not None]
-    return torch.cat(found) if len(found) == len(used) else None
+    return torch.cat(found) if sum(map(len, found)) == examples else None
 
 
 def bound(case: Case) -> float | None:
