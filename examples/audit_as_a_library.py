@@ -15,9 +15,9 @@ from gradveil.metrics import Scorer
 torch.set_num_threads(1)  # small networks are slower on several
 digits = data.load("mnist")
 task = build_task(digits, "lenet:init=uniform")
-victims = choose_victims(digits.test, 4)
+victims = choose_victims(digits.test, 2)
 public = digits.train.batch(range(100))  # nobody's: defenses may measure on it, attackers may learn from it
-attack = gradveil.attack("idlg", iterations=100)
+attack = gradveil.attack("idlg", iterations=60)
 
 for spec in ("none", "dual-pruning", "gaussian-noise:std=0.3"):
     stage = prepare(task, gradveil.defense(spec), attack, public=public)
