@@ -17,7 +17,7 @@ digits = data.load("mnist")
 task = build_task(digits, "lenet:init=uniform")
 victims = choose_victims(digits.test, 2)
 public = digits.train.batch(range(100))  # nobody's: defenses may measure on it, attackers may learn from it
-attack = gradveil.attack("idlg", iterations=60)
+attack = gradveil.attack("idlg", iterations=120)
 
 for spec in ("none", "dual-pruning", "gaussian-noise:std=0.3"):
     stage = prepare(task, gradveil.defense(spec), attack, public=public)
