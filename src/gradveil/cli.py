@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import torch
@@ -266,8 +265,7 @@ def train(
 ) -> None:
     """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
     options = dict(locals())
-    of_the_command = ("context", "output", "resume", "as_json")
-    settings = _TrainSettings(**{name: value for name, value in options.items() if name not in of_the_command})
+    settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
     given = {name for name in vars(settings) if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
     if output is None and resume:
         raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
@@ -346,8 +344,32 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
             out.print(f"differential privacy{whose}: {result.privacy}", markup=False, soft_wrap=True)
 
 
-class _TrainSettings(SimpleNamespace):
+@dataclasses.dataclass(frozen=True)
+class _TrainSettings:
     """All that decides what a training command trains: the options of `train`, by their names."""
+
+    dataset: str
+    model: str
+    defense: str
+    compare: list[str] | None
+    rounds: int
+    clients: int
+    clients_per_round: int | None
+    batch_size: int
+    lr: float
+    momentum: float
+    optimiser: str
+    schedule: str
+    partition: str
+    local_epochs: int | None
+    local_lr: float
+    local_batch: int | None
+    local_momentum: float
+    evaluate_every: int | None
+    execution: str
+    engine: str
+    seed: int
+    device: str
 
     @property
     def specs(self) -> list[str]:

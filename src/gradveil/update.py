@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradveil import checks
+from gradveil.core.tensors import shapes_of
 from gradveil.errors import InputError
 from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
@@ -365,10 +366,9 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
             total.add_(tensor, alpha=share)
         return total
 
-    shapes = {name: tuple(value.shape) for name, value in updates[0].items()}
+    shapes = shapes_of(updates[0])
     for update in updates:
-        got = {name: tuple(value.shape) for name, value in update.items()}
-        if got != shapes:
+        if (got := shapes_of(update)) != shapes:
             raise InputError(f"aggregate: expected updates of one model with layers {shapes}, got {got}")
     buffers = {name: mean([u.meta.buffers[name] for u in updates]) for name in updates[0].meta.buffers}
     meta = Meta(round=updates[0].meta.round, samples=sum(u.meta.samples for u in updates), buffers=buffers)

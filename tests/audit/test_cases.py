@@ -285,3 +285,5 @@ def test_bad_settings_are_refused(settings, words):
 def test_a_device_that_is_not_there_is_refused(dataset):
     with pytest.raises(ParameterError, match="device must be one that torch has here, such as cpu, got 'abacus'"):
         build_task(dataset, "mlp", device="abacus")
+    with pytest.raises(ParameterError, match="device must be one that torch has here, such as cpu, got 'meta'"):
+        build_task(dataset, "mlp", device="meta")

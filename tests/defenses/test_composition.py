@@ -330,3 +330,10 @@ def test_a_chain_without_noise_is_read_as_exactly_as_its_last_part(tiny_task, ti
     told = form.read(expected, update)
     for name, weight in told.weights.items():
         torch.testing.assert_close((weight * expected[name]), weight * told.values[name])
+
+
+def test_a_sum_of_many_clients_is_not_read_as_one_of_them(tiny_task):
+    """A coordinate of the sum may have come from some of the clients only, which no attacker of one update expects."""
+    chain = gradveil.defense("secure-aggregation+top-k")
+    assert not chain.has_adaptive_attacker
+    assert not chain.adapt(tiny_task)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.tensors import misfit
 from gradveil.defenses.base import Batch
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.errors import InputError, ThreatModelError
@@ -151,13 +152,10 @@ def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -
             f"{owner}: the update comes from {update.meta.samples} {task.modality.unit}s and local steps "
             f"{update.meta.local}, but the threat model says {threat.batch_size} and {threat.local}; make them agree"
         )
-    expected = {name: tuple(value.shape) for name, value in task.parameters.items()}
-    got = {name: tuple(value.shape) for name, value in update.items()}
-    if got != expected:
-        wrong = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
+    if wrong := misfit(task.parameters, update):
+        layer, expected, got = wrong
         raise InputError(
-            f"{owner}: the update does not fit the model: layer {wrong!r} should have shape {expected.get(wrong)}, "
-            f"got {got.get(wrong)}"
+            f"{owner}: the update does not fit the model: layer {layer!r} should have shape {expected}, got {got}"
         )
     for name, value in update.items():
         if not torch.isfinite(value).all():

@@ -25,6 +25,7 @@ from gradveil import checks, metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
 from gradveil.audit.rows import NORMS
+from gradveil.core.tensors import misfit
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.errors import DataError, ParameterError
@@ -86,7 +87,9 @@ def usable_device(name: str) -> torch.device:
     device(type='cpu')
     """
     try:
-        return torch.zeros(1, device=name).device
+        tensor = torch.zeros(1, device=name)
+        tensor.item()  # which tensors without values, those of "meta", do not have
+        return tensor.device
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
         reason = str(error).partition("\n")[0]
         raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
@@ -103,14 +106,9 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
             f"{path}: expected weights in the safetensors format, got something else ({error}); write them with "
             "safetensors.torch.save_file(model.state_dict(), path)"
         ) from error
-    expected = {name: list(value.shape) for name, value in model.state_dict().items()}
-    got = {name: list(value.shape) for name, value in values.items()}
-    if expected != got:
-        wrong = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
-        raise DataError(
-            f"{path}: expected for {wrong!r} {expected.get(wrong, 'no such tensor')}, got "
-            f"{got.get(wrong, 'no such tensor')}; use weights of this very model"
-        )
+    if wrong := misfit(model.state_dict(), values):
+        name, expected, got = wrong
+        raise DataError(f"{path}: expected for {name!r} {expected}, got {got}; use weights of this very model")
     for name, value in values.items():
         if value.is_floating_point() and not torch.isfinite(value).all():
             raise DataError(f"{path}: expected finite weights, got NaN or Inf in {name!r}")
@@ -343,8 +341,7 @@ def _share(
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
     stage, victims = case.stage, case.victims
-    trained, sent = ({name: v.shape for name, v in one.parameters.items()} for one in (stage.task, stage.sent))
-    if trained != sent:
+    if misfit(stage.task.parameters, stage.sent.parameters):
         return None
     powers = []
     for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):

@@ -1,9 +1,31 @@
-"""Tensors by name that can be compared."""
+"""Tensors by name, and how they are compared."""
 
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """Their shapes by name.
+
+    >>> shapes_of({"w": torch.ones(2, 3)})
+    {'w': (2, 3)}
+    """
+    return {name: tuple(value.shape) for name, value in tensors.items()}
+
+
+def misfit(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, object, object] | None:
+    """The first name under which one has another shape than the other, or none, with both; None if they fit.
+
+    >>> misfit({"w": torch.ones(2)}, {"w": torch.ones(3)}), misfit({}, {})
+    (('w', (2,), (3,)), None)
+    """
+    wanted, found = shapes_of(expected), shapes_of(got)
+    for name in {**wanted, **found}:
+        if wanted.get(name) != found.get(name):
+            return name, wanted.get(name, "no such tensor"), found.get(name, "no such tensor")
+    return None
 
 
 class Tensors(Mapping[str, Tensor]):

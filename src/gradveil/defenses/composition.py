@@ -1,6 +1,7 @@
 """Defenses made of defenses, and the laws by which what they declare composes."""
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -53,9 +54,9 @@ class Composition(Defense, composed=True):
         for capability, law in _LAWS.items():
             object.__setattr__(self, capability, law(self.parts))
 
+    @abstractmethod
     def of(self, parts: Sequence[Defense]) -> "Composition":
         """The same composition of other parts."""
-        raise NotImplementedError
 
     @property
     def _server(self) -> Defense:

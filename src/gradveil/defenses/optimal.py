@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil.core.tensors import Tensors
+from gradveil.core.tensors import Tensors, shapes_of
 from gradveil.defenses.base import Batch, Prepared, StepDefense, check_result, checked_gradients
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.errors import InputError, ParameterError
@@ -143,8 +143,7 @@ class SensitivityDriven(StepDefense):
             raise InputError(
                 f"{self.name}: the global form is not measured yet; call prepare(task, public=(inputs, labels)) once"
             )
-        expected = {name: tuple(value.shape) for name, value in self.measured[0].items()}
-        got = {name: tuple(value.shape) for name, value in task.parameters.items()}
+        expected, got = shapes_of(self.measured.sensitivity), shapes_of(task.parameters)
         if got != expected:
             raise InputError(f"{self.name}: prepared for layers {expected}, got {got}; prepare it for this model")
 

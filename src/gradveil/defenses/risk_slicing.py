@@ -11,7 +11,7 @@ from torch import Tensor
 from gradveil.clipping import clipped_sum
 from gradveil.compensation import ASPECT, compensate
 from gradveil.core.parameters import flag, integer, number, state
-from gradveil.core.tensors import Tensors
+from gradveil.core.tensors import Tensors, shapes_of
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared, check_result, checked_gradients, meta_of
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, clip_to, each_round
 from gradveil.defenses.selection import share_of
@@ -185,8 +185,7 @@ class RiskSlicing(Defense):
             raise InputError(
                 f"{self.name}: the slices are not cut yet; call prepare(task, public=(inputs, labels)) once before"
             )
-        got = {name: tuple(value.shape) for name, value in gradients.items()}
-        expected = {name: tuple(value.shape) for name, value in self.slice_of.items()}
+        got, expected = shapes_of(gradients), shapes_of(self.slice_of)
         if got != expected:
             raise InputError(f"{self.name}: prepared for layers {expected}, got {got}; prepare it for this model")
         return self.slice_of

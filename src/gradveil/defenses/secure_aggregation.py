@@ -36,7 +36,7 @@ class SecureAggregation(Perturbation):
     """
 
     paper = "Bonawitz et al., CCS 2017"
-    has_adaptive_attacker, explained_by_noise = True, True
+    has_adaptive_attacker = True
     hides_updates, adds_noise, keeps_zeros = True, False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:

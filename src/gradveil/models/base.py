@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -104,7 +105,7 @@ class ImageClassifier(nn.Module):
             raise
 
 
-class NormalisedClassifier(ImageClassifier):
+class NormalisedClassifier(ImageClassifier, ABC):
     """An image classifier made of convolutions with normalisation; a subclass says of which, in `layers`.
 
     Args:
@@ -136,9 +137,9 @@ class NormalisedClassifier(ImageClassifier):
         features = nn.Sequential(*self.layers(channels, activation, norm), nn.Flatten())
         super().__init__(features, input_shape, classes, init=init)
 
+    @abstractmethod
     def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
         """What makes features of images with so many channels, before they are flattened."""
-        raise NotImplementedError
 
 
 def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int = 0, **parameters: object) -> nn.Module:
