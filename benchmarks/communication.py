@@ -15,8 +15,9 @@ from statistics import fmean
 import torch
 
 import gradveil
-from gradveil import data, models, wire
-from gradveil.randomness import derived_generator
+from gradveil import data, models
+from gradveil.core.randomness import derived_generator
+from gradveil.update import wire
 
 MODELS = ["lenet", "vgg11", "resnet18", "cnn6"]
 DEFENSES = {"dense": "none", "top-k": "top-k:keep=0.2", "DGP": "dual-pruning", "ADGP": "aligned-dual-pruning"}

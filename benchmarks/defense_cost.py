@@ -22,7 +22,7 @@ import torch
 
 import gradveil
 from gradveil import models
-from gradveil.randomness import SecureSource
+from gradveil.core.randomness import SecureSource
 
 SPECS = [
     "dual-pruning",

@@ -33,7 +33,7 @@ import gradveil
 from gradveil import data, models
 from gradveil.data import Dataset
 from gradveil.federation import RoundRecord, Training, train
-from gradveil.federation.clients import Clients
+from gradveil.federation._clients import Clients
 from gradveil.federation.job import Job
 from gradveil.federation.training import choose_clients
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 import gradveil
 from gradveil import data, models
+from gradveil.core.errors import GradveilError
+from gradveil.core.randomness import derived_generator
+from gradveil.core.registry import parse_spec
 from gradveil.defenses.soteria import exact_slopes
-from gradveil.errors import GradveilError
-from gradveil.randomness import derived_generator
-from gradveil.registry import parse_spec
 
 SHAPE = (3, 32, 32)
 DIRECTIONS = (16, 32, 64, 128)

@@ -19,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradveil import models, wire
-from gradveil.update import Grid, Meta, Update
+from gradveil import models
+from gradveil.update import Grid, Meta, Update, wire
 
 DENSITIES = (0.5, 0.2, 0.05, 0.01, 0.001)
 

@@ -19,11 +19,11 @@ from gradveil.attacks import Attack, Reconstruction
 from gradveil.audit import cases
 from gradveil.audit.cases import Observation, Victims
 from gradveil.audit.store import slug
+from gradveil.core.registry import parse_spec
 from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
-from gradveil.registry import parse_spec
 
 Row = dict[str, Any]
 load = cache(data.load)

@@ -30,8 +30,8 @@ import torch
 
 import gradveil
 from gradveil.audit.store import JsonLines
-from gradveil.data.embedded import SOURCE as EMBEDDED
-from gradveil.errors import DataError, GradveilError, ParameterError
+from gradveil.core.errors import DataError, GradveilError, ParameterError
+from gradveil.data._embedded import SOURCE as EMBEDDED
 from kinds import KINDS, Row, Session, load
 from tables import View, plot, table
 

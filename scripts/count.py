@@ -39,7 +39,7 @@ PLACES = {
     "the image modality": ["modality/image.py", "modality/__init__.py"],
     "readers of image data": [
         f"data/{reader}.py"
-        for reader in ("arrays", "catalog", "embedded", "fetcher", "formats", "image_folder", "limits", "loader")
+        for reader in ("_arrays", "catalog", "_embedded", "fetcher", "formats", "_image_folder", "_limits", "loader")
     ],
     "models": ["models/*"],
     "image metrics": [
@@ -48,10 +48,10 @@ PLACES = {
     ],
     "image attacks": [
         *("attacks/*imprint*", "attacks/loki*", "attacks/robbing*", "attacks/r_gap*", "attacks/inverting_gradients*"),
-        *("attacks/grad_inversion*", "attacks/presets.py", "theory/rank.py", "inspection.py"),
+        *("attacks/grad_inversion*", "attacks/presets.py", "theory/rank.py", "models/inspection.py"),
     ],
-    "image defenses": ["defenses/ats*", "defenses/refiner*", "transforms.py", "denoising.py"],
-    "pictures in reports": ["report/images.py", "report/gallery.py", "report/picture.py"],
+    "image defenses": ["defenses/ats*", "defenses/refiner*", "defenses/_transforms.py", "defenses/_denoising.py"],
+    "pictures in reports": ["report/_images.py", "report/_gallery.py", "report/_picture.py"],
 }
 """Where assuming images is right, by file patterns inside the package."""
 

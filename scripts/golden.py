@@ -37,10 +37,10 @@ from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig
 from gradveil.audit import run as run_audit
 from gradveil.audit.statistics import median_interval
+from gradveil.core.errors import GradveilError
+from gradveil.core.randomness import derived_generator
 from gradveil.defenses import DEFENSES
-from gradveil.errors import GradveilError
 from gradveil.federation import Training, train
-from gradveil.randomness import derived_generator
 
 TOLERANCE = 1e-6
 SHAPE, CLASSES = (1, 28, 28), 10

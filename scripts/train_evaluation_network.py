@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil import data
+from gradveil.core.randomness import derived_generator
 from gradveil.models.evaluation import WEIGHTS, EvaluationNetwork
-from gradveil.randomness import derived_generator
 
 SEED = 0
 STEPS = 3000

@@ -15,11 +15,11 @@ from gradveil.attacks.findings import LossHistory
 from gradveil.attacks.matching import SQUARED, Matching, match
 from gradveil.attacks.matching.optimisers import Optimiser, Solution
 from gradveil.audit import AuditConfig, run
+from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.core.parameters import integer, number
 from gradveil.data import Dataset, Split
 from gradveil.data.loader import SOURCES
 from gradveil.defenses import DEFENSES, Perturbation
-from gradveil.errors import DataError, UnknownNameError
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
 from gradveil.models.base import REGISTRY

@@ -14,8 +14,8 @@ import gradveil
 from gradveil.attacks import ATTACKS
 from gradveil.attacks.robbing_the_fed import RobbingTheFed
 from gradveil.core.parameters import number
+from gradveil.core.randomness import derived_generator
 from gradveil.models.malicious import Imprint
-from gradveil.randomness import derived_generator
 from gradveil.theory import recursion_ranks
 from kinds import Row, Session, attacked, build, described, in_order, public_of, trained
 

@@ -1,7 +1,7 @@
 """Which policy ATS chooses; the config's defenses name it."""
 
 import gradveil
-from gradveil.randomness import derived_generator
+from gradveil.core.randomness import derived_generator
 from kinds import Row, Session, build, public_of
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import gradveil
 from gradveil.attacks import noise_recovery as recovery
-from gradveil.randomness import derived_generator
-from gradveil.registry import parse_spec
+from gradveil.core.randomness import derived_generator
+from gradveil.core.registry import parse_spec
 from kinds import Row, Session, build, load
 
 Values = Mapping[str, Tensor]

@@ -15,9 +15,9 @@ from torch import Tensor
 import gradveil
 from gradveil import metrics
 from gradveil.core.parameters import integer
+from gradveil.core.randomness import derived_generator
 from gradveil.defenses import DEFENSES
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
-from gradveil.randomness import derived_generator
 from kinds import Row, Session, build, victims_of
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 import gradveil
 from gradveil import theory
 from gradveil.audit.cases import Batch, Case, Victims, attack_on, observe, prepare
+from gradveil.core.randomness import derived_generator
 from gradveil.data import partition
 from gradveil.defenses.risk_slicing import layer_risks
 from gradveil.federation.job import evaluate
-from gradveil.randomness import derived_generator
 from gradveil.update import weighted_mean
 from kinds import Row, Session, attack, attacked, build, dataset_of, described, public_of, trained, victims_of
 

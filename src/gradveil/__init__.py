@@ -4,20 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from gradveil import theory
+from gradveil._version import __version__ as __version__
 from gradveil.attacks import ATTACKS, Attack, Reconstruction, ThreatModel
 from gradveil.attacks import create as attack
 from gradveil.attacks.presets import preset
-from gradveil.compensation import compensate
 from gradveil.defenses import DEFENSES, Chain, Defense, ErrorFeedback, Perturbation, StepDefense
 from gradveil.defenses import create as defense
-from gradveil.inspection import inspect
+from gradveil.defenses.compensation import compensate
+from gradveil.models.inspection import inspect
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Rounds, Update
 
 if TYPE_CHECKING:
     from gradveil import flower as flower
-
-__version__ = "0.1.0"
 
 __all__ = [
     "Attack",
@@ -55,6 +54,6 @@ def list_attacks() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     # Flower is optional and takes a second to import; the other packages are there without an import of their own.
-    if name in ("audit", "data", "federation", "flower", "metrics", "models", "report", "wire"):
+    if name in ("audit", "data", "federation", "flower", "metrics", "models", "report"):
         return import_module(f"gradveil.{name}")
     raise AttributeError(f"module 'gradveil' has no attribute {name!r}")

@@ -19,8 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Table
 
 import gradveil
-from gradveil import checks, models, report
 from gradveil import data as datasets
+from gradveil import models, report
 from gradveil.attacks import ATTACKS
 from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Step, default_folder, read_config
@@ -30,17 +30,18 @@ from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, resume_command, slug
+from gradveil.core import checks
+from gradveil.core.errors import DataError, GradveilError, OutputError, ParameterError
+from gradveil.core.folders import locked, prepare_folder, write_json
 from gradveil.core.parameters import meanings
+from gradveil.core.registry import Registry, parse_spec
 from gradveil.defenses import DEFENSES
 from gradveil.defenses import create as create_defense
-from gradveil.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.federation import ENGINES, RoundRecord, Training, TrainingResult
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.digests import json_digest, model_file_digest
 from gradveil.federation.job import performance_maintenance
 from gradveil.federation.local import check_settings
-from gradveil.folders import locked, prepare_folder, write_json
-from gradveil.registry import Registry, parse_spec
 from gradveil.report.curves import Curve, lay_out, sparkline
 from gradveil.report.curves import write as write_curves
 from gradveil.task import Task

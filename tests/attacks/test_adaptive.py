@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradveil
-from gradveil import transforms
-from gradveil.attacks import adaptive
+from gradveil.attacks import _adaptive as adaptive
 from gradveil.attacks.matching import COSINE, LBFGS, SQUARED, Matching, Objective, match
 from gradveil.attacks.problem import Problem
+from gradveil.core.errors import InputError, ThreatModelError
+from gradveil.core.randomness import source_of
+from gradveil.defenses import _transforms as transforms
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
-from gradveil.errors import InputError, ThreatModelError
-from gradveil.randomness import source_of
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -10,7 +10,7 @@ from gradveil import data, metrics, models
 from gradveil.attacks import ATTACKS
 from gradveil.attacks.matching.distances import cosine_distance
 from gradveil.core import parameters
-from gradveil.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
+from gradveil.core.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
 
 QUICK = {
     "dlg": {"iterations": 20},

@@ -9,9 +9,9 @@ import gradveil
 from gradveil.attacks import ATTACKS, Attack, Reconstruction
 from gradveil.attacks.findings import LossHistory
 from gradveil.attacks.matching import COSINE, Matching, Optimiser, Solution, match
+from gradveil.core.errors import InputError, ParameterError, ThreatModelError
 from gradveil.core.parameters import integer, number, state
 from gradveil.core.tensors import Tensors
-from gradveil.errors import InputError, ParameterError, ThreatModelError
 
 
 @pytest.fixture(autouse=True)

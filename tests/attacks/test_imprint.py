@@ -8,8 +8,8 @@ from torch import nn
 
 import gradveil
 from gradveil import metrics, models
-from gradveil.attacks import imprint
-from gradveil.errors import InputError, ParameterError, ThreatModelError
+from gradveil.attacks import _imprint as imprint
+from gradveil.core.errors import InputError, ParameterError, ThreatModelError
 from gradveil.update import Meta, Update, weighted_mean
 
 SHAPE = (1, 12, 12)

@@ -4,8 +4,8 @@ from torch import nn
 
 import gradveil
 from gradveil import models
-from gradveil.attacks.labels import infer_labels
-from gradveil.errors import ThreatModelError
+from gradveil.attacks._labels import infer_labels
+from gradveil.core.errors import ThreatModelError
 
 
 @pytest.mark.parametrize("name", ["lenet", "mlp", "cnn6", "mnist-cnn"])

@@ -9,7 +9,7 @@ import gradveil
 from gradveil import metrics, models
 from gradveil.attacks.matching.cost import simulate
 from gradveil.attacks.matching.distances import squared_distance
-from gradveil.errors import ThreatModelError
+from gradveil.core.errors import ThreatModelError
 from gradveil.update import LocalSteps, compute_update, steps_of
 
 

@@ -20,12 +20,12 @@ from gradveil.attacks.noise_recovery import (
     recover,
     silence,
 )
-from gradveil.attacks.noise_recovery.linear import pack, solve
-from gradveil.attacks.noise_recovery.mersenne import KnownBits, find_states, next_block, rewind, temper, untemper
-from gradveil.attacks.noise_recovery.polar import align, invert_polar, polar_normals
-from gradveil.attacks.noise_recovery.sources import normals_around, numpy_generator
-from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import derived_generator
+from gradveil.attacks.noise_recovery._linear import pack, solve
+from gradveil.attacks.noise_recovery._mersenne import KnownBits, find_states, next_block, rewind, temper, untemper
+from gradveil.attacks.noise_recovery._polar import align, invert_polar, polar_normals
+from gradveil.attacks.noise_recovery._sources import normals_around, numpy_generator
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.randomness import derived_generator
 
 
 def numpy_outputs(count, seed=5):

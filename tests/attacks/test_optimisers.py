@@ -176,7 +176,7 @@ def test_chunks_change_nothing_and_bound_what_is_evaluated_at_once(targets, exec
 
 
 def test_auto_measures_and_says_what_it_chose(targets, monkeypatch):
-    monkeypatch.setattr("gradveil.compilation.has_compiler", lambda: True)
+    monkeypatch.setattr("gradveil.core.compilation.has_compiler", lambda: True)
 
     def choose(alone, batched, evaluations=1):
         measured = iter([alone, batched])

@@ -2,8 +2,8 @@ import pytest
 
 import gradveil
 from gradveil.attacks.presets import BUDGETS
+from gradveil.core.errors import ParameterError, UnknownNameError
 from gradveil.data.catalog import DATASETS
-from gradveil.errors import ParameterError, UnknownNameError
 
 
 @pytest.mark.parametrize("name", gradveil.list_attacks())

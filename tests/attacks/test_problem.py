@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.attacks import Problem
-from gradveil.errors import InputError, ThreatModelError
+from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.modality import Image
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]).double(), torch.tensor([5.0, 1.0, 20.0, 1.0]).double()

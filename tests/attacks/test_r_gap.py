@@ -7,7 +7,7 @@ from torch import nn
 import gradveil
 from gradveil import metrics, models
 from gradveil.attacks.r_gap import least_squares
-from gradveil.errors import InputError, ThreatModelError
+from gradveil.core.errors import InputError, ThreatModelError
 
 
 def attacked(task, images, labels, defense="none", threat=None):

@@ -8,9 +8,9 @@ import torch
 
 import gradveil
 from gradveil.attacks import Attack, Findings, Problem, Reconstruction
-from gradveil.attacks.restarts import best_restarts, label_orders
+from gradveil.attacks._restarts import best_restarts, label_orders
+from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import integer
-from gradveil.errors import ThreatModelError
 
 
 def test_the_best_restart_has_the_lowest_loss():

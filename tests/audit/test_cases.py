@@ -23,10 +23,10 @@ from gradveil.audit.cases import (
     prepare,
     score,
 )
+from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.parameters import state
 from gradveil.core.tensors import Tensors
 from gradveil.data import Dataset, Split
-from gradveil.errors import DataError, ParameterError
 from gradveil.update import LocalSteps
 
 ATTACK = gradveil.attack("idlg", iterations=40)

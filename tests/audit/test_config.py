@@ -4,7 +4,7 @@ import shlex
 import pytest
 
 from gradveil.audit import AuditConfig, default_folder
-from gradveil.errors import DataError, ParameterError, UnknownNameError
+from gradveil.core.errors import DataError, ParameterError, UnknownNameError
 
 
 def test_equal_methods_are_one_config():

@@ -18,7 +18,7 @@ from PIL import Image
 
 from gradveil import report
 from gradveil.audit import AuditConfig, run
-from gradveil.errors import GradveilError
+from gradveil.core.errors import GradveilError
 from gradveil.report.read import read
 
 CASES = int(os.environ.get("GRADVEIL_FUZZ", "63"))

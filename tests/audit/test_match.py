@@ -6,7 +6,7 @@ import pytest
 
 import gradveil
 from gradveil.audit.match import TRIES, Costs, Price, match
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
 from gradveil.federation import Training, train
 
 

@@ -14,9 +14,9 @@ from filelock import FileLock
 
 from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, run
+from gradveil.core.errors import DataError, OutputError, ParameterError, ThreatModelError
 from gradveil.core.parameters import state
 from gradveil.defenses import DEFENSES, Perturbation, Prepared
-from gradveil.errors import DataError, OutputError, ParameterError, ThreatModelError
 
 
 @pytest.fixture

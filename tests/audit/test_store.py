@@ -6,8 +6,8 @@ import pytest
 from gradveil.audit.folder import SealedLines
 from gradveil.audit.rows import MatchRow, MethodId
 from gradveil.audit.store import JsonLines, slug
-from gradveil.errors import DataError, OutputError
-from gradveil.folders import replace_file
+from gradveil.core.errors import DataError, OutputError
+from gradveil.core.folders import replace_file
 
 
 def test_a_torn_line_is_dropped_and_the_rest_kept(tmp_path):

@@ -5,11 +5,11 @@ import torch
 
 import gradveil
 from gradveil.attacks import ATTACKS
+from gradveil.core.errors import ParameterError
 from gradveil.core.parameters import Strength, choice, declared, flag, integer, meanings, number, state, text
+from gradveil.core.registry import Method
 from gradveil.core.tensors import Tensors
 from gradveil.defenses import DEFENSES
-from gradveil.errors import ParameterError
-from gradveil.registry import Method
 
 METHODS = [(registry, name) for registry in (DEFENSES, ATTACKS) for name in registry.names()]
 IDS = [f"{registry.kind}-{name}" for registry, name in METHODS]

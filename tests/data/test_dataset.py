@@ -1,8 +1,8 @@
 import pytest
 import torch
 
+from gradveil.core.errors import DataError, InputError
 from gradveil.data import Dataset, Split
-from gradveil.errors import DataError, InputError
 
 
 def make_split(count=4, channels=1, side=3, labels=None):

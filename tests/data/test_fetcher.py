@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from gradveil import data
+from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.data import catalog
-from gradveil.errors import DataError, UnknownNameError
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the fake clients are shell scripts")
 

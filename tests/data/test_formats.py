@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from gradveil.data.arrays import resize
+from gradveil.core.errors import DataError
+from gradveil.data._arrays import resize
 from gradveil.data.formats import read
-from gradveil.errors import DataError
 
 RNG = np.random.default_rng(0)
 

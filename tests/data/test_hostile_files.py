@@ -21,11 +21,11 @@ import pytest
 import scipy.io
 from PIL import EpsImagePlugin, Image
 
+from gradveil.core.errors import DataError
+from gradveil.data._image_folder import FORMATS
+from gradveil.data._limits import MOST_GROWTH, check_size
+from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.formats import read
-from gradveil.data.image_folder import FORMATS
-from gradveil.data.limits import MOST_GROWTH, check_size
-from gradveil.data.pickles import read_pickled_arrays
-from gradveil.errors import DataError
 
 MIB = 2**20
 LARGE = 80 * MIB  # so large that a third copy is more than 64 MiB
@@ -44,7 +44,7 @@ CHILD = """
 import gc, json, sys
 from pathlib import Path
 from gradveil import data
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
 
 def resident(word):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -280,7 +280,7 @@ def test_bombs_are_refused_and_cost_nothing(tmp_path):
 
 
 def test_the_largest_size_is_that_of_the_machine(monkeypatch):
-    monkeypatch.setattr("gradveil.data.limits.largest", lambda: 1000)
+    monkeypatch.setattr("gradveil.data._limits.largest", lambda: 1000)
     check_size(1000, 1)
     with pytest.raises(ValueError, match="announces 1,001 bytes, more than the 1,000 that are read on this machine"):
         check_size(1001, 1001)

@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from gradveil.core.errors import DataError
 from gradveil.data.formats import read
-from gradveil.errors import DataError
 
 
 def save(path, shade=0, mode="L", size=(6, 4)):

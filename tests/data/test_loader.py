@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 
 from gradveil import data
-from gradveil.data import embedded
-from gradveil.errors import DataError, ParameterError, UnknownNameError
+from gradveil.core.errors import DataError, ParameterError, UnknownNameError
+from gradveil.data import _embedded as embedded
 
 RNG = np.random.default_rng(1)
 

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradveil.core.errors import InputError, ParameterError
 from gradveil.data import partition
-from gradveil.errors import InputError, ParameterError
 
 LABELS = torch.arange(600) % 10
 

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradveil.data.pickles import read_pickled_arrays
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
+from gradveil.data._pickles import read_pickled_arrays
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ import platformdirs
 import pytest
 
 from gradveil import data
+from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.data import catalog, places
-from gradveil.errors import DataError, UnknownNameError
 
 ISSUE_NAMES = {
     "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "mednist", "pneumonia", "bccd", "faces-orl",

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil import models
+from gradveil.core.errors import InputError
+from gradveil.defenses._selection import largest
 from gradveil.defenses.aligned_dual_pruning import AlignedDualPruning
-from gradveil.defenses.selection import largest
-from gradveil.errors import InputError
 from gradveil.federation import Training, train
 
 

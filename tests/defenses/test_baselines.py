@@ -12,14 +12,15 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 import gradveil
-from gradveil import models, transforms
-from gradveil.clipping import clipped_sum
+from gradveil import models
+from gradveil.core.errors import InputError
+from gradveil.core.randomness import source_of
+from gradveil.defenses import _transforms as transforms
+from gradveil.defenses._clipping import clipped_sum
 from gradveil.defenses.ats import accuracy_score, privacy_score, random_policies
 from gradveil.defenses.outpost import layer_risk
 from gradveil.defenses.precode import divergence
 from gradveil.defenses.soteria import estimated_slopes, exact_slopes
-from gradveil.errors import InputError
-from gradveil.randomness import source_of
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -222,7 +223,7 @@ def test_dp_sgd_is_what_the_engine_of_opacus_computes(relu_task, tiny_batch):
     sent = gradveil.defense("dp-sgd", clip=0.7, noise_multiplier=0.0).share(relu_task, *tiny_batch)
     for name, value in sent.items():
         torch.testing.assert_close(value, found[name], rtol=1e-5, atol=1e-8)  # opacus adds 1e-6 to norms
-    ours = gradveil.accounting.privacy_spent(
+    ours = gradveil.defenses.accounting.privacy_spent(
         noise_multiplier=1.5, rounds=60, batch_size=3, examples=120, delta=1e-4, sampling="poisson"
     )
     assert ours.epsilon == pytest.approx(epsilon, rel=0.01)
@@ -233,7 +234,7 @@ def test_dp_sgd_accounts_for_its_own_run():
     run = {"rounds": 10, "batch_size": 5, "examples": 100}
     spent = defense.privacy_spent(**run)
     assert (spent.delta, spent.sampling) == (1e-4, "fixed")
-    assert spent == gradveil.accounting.privacy_spent(noise_multiplier=2.0, delta=1e-4, **run)
+    assert spent == gradveil.defenses.accounting.privacy_spent(noise_multiplier=2.0, delta=1e-4, **run)
     assert defense.privacy_spent(**run, local=gradveil.LocalSteps(epochs=3)).epsilon > spent.epsilon
     for other in ("none", "gaussian-noise", "soteria", "secure-aggregation"):
         assert gradveil.defense(other).privacy_spent(**run) is None

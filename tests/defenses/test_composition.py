@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import gradveil
+from gradveil.core.errors import InputError, ParameterError, UnknownNameError
 from gradveil.defenses.base import Defense, Perturbation, Prepared
 from gradveil.defenses.composition import scoped
-from gradveil.errors import InputError, ParameterError, UnknownNameError
 
 
 class NeedsData(Defense):

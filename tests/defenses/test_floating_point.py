@@ -7,10 +7,10 @@ import torch
 
 import gradveil
 from gradveil import models
-from gradveil.clipping import clipped_sum
-from gradveil.errors import NotFiniteError, ParameterError
-from gradveil.randomness import derived_generator
-from gradveil.randomness.discrete import grid_step
+from gradveil.core.errors import NotFiniteError, ParameterError
+from gradveil.core.randomness import derived_generator
+from gradveil.core.randomness.discrete import grid_step
+from gradveil.defenses._clipping import clipped_sum
 
 CANDIDATES = 100
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradveil
-from gradveil.errors import InputError, ParameterError, UnknownNameError
+from gradveil.core.errors import InputError, ParameterError, UnknownNameError
 
 
 @dataclass(frozen=True)

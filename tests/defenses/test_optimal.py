@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import gradveil
-from gradveil.defenses.optimal import SMALLEST_GRADIENT, optimal_variance
-from gradveil.errors import InputError, NotFiniteError, ParameterError
+from gradveil.core.errors import InputError, NotFiniteError, ParameterError
+from gradveil.defenses._optimal import SMALLEST_GRADIENT, optimal_variance
 
 positive = st.floats(1e-3, 1e3)
 pairs = st.integers(1, 40).flatmap(

@@ -8,9 +8,9 @@ from torch import nn
 
 import gradveil
 from gradveil import data, metrics, models
+from gradveil.core.errors import InputError
 from gradveil.defenses import refiner
 from gradveil.defenses.refiner import Refiner, layer_numbers, project
-from gradveil.errors import InputError
 from gradveil.models.evaluation import evaluation_network
 
 

@@ -10,9 +10,9 @@ from scipy import stats
 
 import gradveil
 from gradveil import data, models
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.randomness import derived_generator
 from gradveil.defenses.risk_slicing import RiskSlicing, cut_slices, layer_risks
-from gradveil.errors import InputError, ParameterError
-from gradveil.randomness import derived_generator
 from gradveil.update import Update
 
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradveil.defenses import selection
-from gradveil.defenses.selection import keep_ranks, largest
+from gradveil.defenses import _selection as selection
+from gradveil.defenses._selection import keep_ranks, largest
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gradveil
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
 from gradveil.metrics import relative_power
 
 WITHOUT = {name for name in gradveil.list_defenses() if gradveil.defense(name).strength is None}

@@ -10,8 +10,8 @@ import kinds
 import run
 import tables
 from gradveil.attacks import ATTACKS
+from gradveil.core.errors import ParameterError
 from gradveil.defenses import DEFENSES
-from gradveil.errors import ParameterError
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/config.json"))

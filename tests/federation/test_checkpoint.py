@@ -15,12 +15,12 @@ import torch
 
 import gradveil
 from gradveil import models
+from gradveil.core.errors import DataError, OutputError, ParameterError
 from gradveil.data import Dataset, Split
 from gradveil.defenses.base import StepDefense
-from gradveil.errors import DataError, OutputError, ParameterError
 from gradveil.federation import Training, train
+from gradveil.federation._storage import load, save_atomically
 from gradveil.federation.checkpoint import FILE
-from gradveil.federation.storage import load, save_atomically
 from gradveil.federation.training import choose_clients
 
 TRAINING = Training(

@@ -23,8 +23,8 @@ import torch
 
 import gradveil
 from gradveil import models
+from gradveil.core.errors import GradveilError
 from gradveil.data import Dataset, Split
-from gradveil.errors import GradveilError
 from gradveil.federation import RoundRecord, Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE, MEMORIES
 

@@ -6,10 +6,10 @@ from torch import nn
 
 import gradveil
 from gradveil import models
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
+from gradveil.core.randomness import derived_generator
 from gradveil.federation import Training
-from gradveil.federation.clients import Clients, choose_execution
-from gradveil.randomness import derived_generator
+from gradveil.federation._clients import Clients, choose_execution
 from gradveil.update import ClientRound, compute_update
 
 SHAPE = (1, 12, 12)
@@ -248,9 +248,9 @@ def test_the_choice_is_made_by_size(monkeypatch):
     assert choose_execution(small, none, Training(rounds=10, clients_per_round=1)) == "loop"
     assert choose_execution(small, none, Training(rounds=10, batch_size=1000)) == "loop"
     assert choose_execution(own_norm(), none, Training(rounds=10)) == "loop"
-    monkeypatch.setattr("gradveil.compilation.has_compiler", lambda: True)
+    monkeypatch.setattr("gradveil.core.compilation.has_compiler", lambda: True)
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "compile"
-    monkeypatch.setattr("gradveil.compilation.has_compiler", lambda: False)
+    monkeypatch.setattr("gradveil.core.compilation.has_compiler", lambda: False)
     assert choose_execution(small, none, Training(rounds=1_000_000)) == "batch"
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import gradveil
 from gradveil import models
-from gradveil.errors import InputError, ParameterError, UnknownNameError
+from gradveil.core.errors import InputError, ParameterError, UnknownNameError
 from gradveil.federation import ENGINES, Engine, Training, train
 
 QUICK = Training(rounds=3, clients=3, batch_size=8, lr=0.05)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import gradveil
-from gradveil import models, wire
+from gradveil import models
 from gradveil.defenses.base import StepDefense
 from gradveil.federation import Training, train
 from gradveil.federation.protocol import OpenRound
-from gradveil.update import LocalSteps, Meta, Update
+from gradveil.update import LocalSteps, Meta, Update, wire
 
 ROUND = 6
 MODEL = {"conv.weight": torch.zeros(4, 1, 3, 3), "fc.weight": torch.zeros(3, 40), "fc.bias": torch.zeros(3)}

@@ -26,16 +26,16 @@ from flwr.serverapp.strategy import FedAvg, FedMedian, FedTrimmedAvg, Krum
 from flwr.supercore.task_identity import TaskIdentity
 
 import gradveil
-from gradveil import cli, wire
+from gradveil import cli
+from gradveil.core.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
 from gradveil.core.tensors import Tensors
 from gradveil.defenses import DEFENSES
-from gradveil.errors import DataError, InputError, MissingPackageError, NotFiniteError, ParameterError
 from gradveil.federation import ENGINES, Training, flower, train
 from gradveil.federation.flower import GradveilStrategy, defense_mod, mod, simulation, strategy
-from gradveil.federation.flower.arrays import moved_arrays
-from gradveil.federation.flower.messages import bytes_record
-from gradveil.federation.flower.on_ray import run_on_ray
-from gradveil.update import Meta, Update
+from gradveil.federation.flower._arrays import moved_arrays
+from gradveil.federation.flower._messages import bytes_record
+from gradveil.federation.flower._on_ray import run_on_ray
+from gradveil.update import Meta, Update, wire
 
 LR = 0.5
 NODES = (11, 12, 13)
@@ -510,7 +510,7 @@ def exact_update(node: int) -> Update:
 
 
 def digest_of(message: bytes) -> bytes:
-    return wire.container.read(memoryview(message))[0].digest
+    return wire._container.read(memoryview(message))[0].digest
 
 
 def test_a_lying_publisher_is_refused_and_the_next_one_elected():

@@ -5,12 +5,13 @@ import pytest
 import torch
 
 import gradveil
-from gradveil import models, wire
+from gradveil import models
+from gradveil.core.errors import ParameterError
+from gradveil.core.randomness import derived_generator
 from gradveil.data import Split, partition
-from gradveil.errors import ParameterError
 from gradveil.federation import Training, train
 from gradveil.federation.job import evaluate, performance_maintenance, split_public
-from gradveil.randomness import derived_generator
+from gradveil.update import wire
 
 QUICK = Training(rounds=6, clients=4, batch_size=16, lr=0.05, evaluate_every=2, seed=3)
 
@@ -113,8 +114,8 @@ def test_one_undefended_round_is_a_gradient_step_on_all_the_data(two_blobs):
     task = task_for(two_blobs)
     training = Training(rounds=1, clients=4, batch_size=1000, lr=0.1, momentum=0.0)
     result = train(task, two_blobs, gradveil.defense("none"), training)
+    from gradveil.core.randomness import derived_generator
     from gradveil.federation.job import PUBLIC_SAMPLES
-    from gradveil.randomness import derived_generator
 
     private = torch.randperm(300, generator=derived_generator(0, "public"))[PUBLIC_SAMPLES:]
     full = task.gradients(*two_blobs.train.batch(private))

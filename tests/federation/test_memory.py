@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gradveil
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
 from gradveil.federation import ClientMemories
+from gradveil.federation._storage import save_atomically
 from gradveil.federation.memory import MemoryFile
-from gradveil.federation.storage import save_atomically
 
 
 def test_the_least_recently_used_go_to_disk(tmp_path):

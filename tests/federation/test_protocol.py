@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import gradveil
-from gradveil import wire
-from gradveil.errors import InputError, NotFiniteError
+from gradveil.core.errors import InputError, NotFiniteError
 from gradveil.federation.faults import Refused
 from gradveil.federation.protocol import OpenRound, Replies, weight_of
-from gradveil.update import Meta, Update
+from gradveil.update import Meta, Update, wire
 
 MODEL = {"w": torch.arange(10.0)}
 ALIGNED = gradveil.defense("aligned-dual-pruning", k1=0.1, keep=0.2)

@@ -18,7 +18,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode.nodestate import NodeStateFactory
 
-from gradveil.errors import MissingPackageError, ParameterError
+from gradveil.core.errors import MissingPackageError, ParameterError
 from gradveil.federation import supernode
 from gradveil.federation.supernode import Gate, app_hash
 

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
 from gradveil.federation import Training
-from gradveil.federation.optimiser import ServerOptimiser
+from gradveil.federation._optimiser import ServerOptimiser
 
 OPTIMISERS = {
     "plain": (Training(lr=0.1, momentum=0.0), lambda w: torch.optim.SGD(w, lr=0.1)),

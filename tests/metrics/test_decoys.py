@@ -3,7 +3,7 @@ import torch
 from scipy import stats
 
 import gradveil
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 from gradveil.metrics import decoy_auc, decoy_scores
 
 

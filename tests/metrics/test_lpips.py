@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from gradveil import metrics
-from gradveil.errors import DataError, InputError
+from gradveil.core.errors import DataError, InputError
 from gradveil.metrics.perceptual_distance import ARRAY_SHAPES
 
 # The distances of the two pairs of photographs below by the formula, computed once.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gradveil import metrics
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 
 def pictures(channels: int, size: int) -> torch.Tensor:

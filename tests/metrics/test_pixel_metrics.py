@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from skimage.metrics import mean_squared_error, peak_signal_noise_ratio, structural_similarity
 
 from gradveil import metrics
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 METRICS = [metrics.mse, metrics.psnr, metrics.ssim]
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([1, 2, 3]), st.integers(11, 40), st.integers(11, 40))

@@ -12,7 +12,7 @@ import torch
 from gradveil import metrics, report
 from gradveil.audit import AuditConfig, run
 from gradveil.audit.rows import ResultRow
-from gradveil.errors import DataError, OutputError, ParameterError, UnknownNameError
+from gradveil.core.errors import DataError, OutputError, ParameterError, UnknownNameError
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import IMAGE
 

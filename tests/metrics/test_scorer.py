@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradveil import metrics
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 from gradveil.metrics.perceptual_distance import ARRAY_SHAPES
 
 

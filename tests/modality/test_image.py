@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradveil import data, metrics
-from gradveil.errors import DataError, InputError
+from gradveil.core.errors import DataError, InputError
 from gradveil.modality import IMAGE, MODALITIES, Image
 from gradveil.modality.image import total_variation
 

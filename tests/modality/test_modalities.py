@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradveil
+from gradveil.core.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.data import Dataset, Split
-from gradveil.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.federation import Training, train
 from gradveil.federation.job import evaluate, performance_maintenance
 from gradveil.modality import IMAGE, MODALITIES, Modality

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, jvp, replace_all_batch_norm_module
 from torch.nn import functional as F
 
 from gradveil import models
-from gradveil.errors import InputError, ParameterError, UnknownNameError
+from gradveil.core.errors import InputError, ParameterError, UnknownNameError
 from gradveil.models.base import REGISTRY, ImageClassifier
 
 CIFAR = (3, 32, 32)

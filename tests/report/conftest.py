@@ -15,9 +15,9 @@ from gradveil.audit import AuditConfig
 from gradveil.audit.rows import VERSION
 from gradveil.audit.schema import sealed
 from gradveil.audit.store import bytes_digest, command_line
-from gradveil.folders import write_json
+from gradveil.core.folders import write_json
+from gradveil.core.registry import format_spec
 from gradveil.modality import IMAGE
-from gradveil.registry import format_spec
 
 Method = tuple[str, dict[str, Any], float]  # name, parameters, strength from 0 to 1
 

@@ -16,13 +16,13 @@ from gradveil.audit.folder import SealedLines, check_config
 from gradveil.audit.rows import VERSION, MethodId, ResultRow, UtilityRow
 from gradveil.audit.schema import sealed
 from gradveil.audit.store import bytes_digest, command_line
-from gradveil.errors import DataError
-from gradveil.folders import write_json
+from gradveil.core.errors import DataError
+from gradveil.core.folders import write_json
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
+from gradveil.report._scores import strongest
+from gradveil.report._tables import ranking
 from gradveil.report.judgement import Outcome, outcome
-from gradveil.report.scores import strongest
-from gradveil.report.tables import ranking
 
 DISTANCES = {("none", "idlg"): 0.02, ("none", "dlg"): 0.05, ("top-k", "idlg"): 0.6, ("top-k", "dlg"): 0.7}
 SETTINGS = {

@@ -12,7 +12,7 @@ import pytest
 
 from gradveil import report
 from gradveil.audit.store import command_line
-from gradveil.errors import DataError, OutputError
+from gradveil.core.errors import DataError, OutputError
 from gradveil.report.flags import FLAGS
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
-from gradveil.errors import DataError
-from gradveil.report.picture import LEAK, MOST_VICTIMS, WIDTH, overview
+from gradveil.core.errors import DataError
+from gradveil.report._picture import LEAK, MOST_VICTIMS, WIDTH, overview
 from gradveil.report.read import read
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from gradveil import report
 from gradveil.audit.rows import VERSION, MethodId
-from gradveil.errors import DataError, GradveilError
+from gradveil.core.errors import DataError, GradveilError
 from gradveil.report.read import read
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradveil.report.scatter import Box, Line, Point, _crosses, layout
+from gradveil.report._scatter import Box, Line, Point, _crosses, layout
 
 LINES = [Line("15 dB threshold", 15.0), Line("blind guess", 14.5)]
 LABELS = st.text(alphabet="abcdefgh-:=.0123456789", min_size=1, max_size=60)

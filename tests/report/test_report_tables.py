@@ -3,9 +3,9 @@
 import pytest
 
 from gradveil import report
+from gradveil.report._scores import score, strongest
+from gradveil.report._tables import attack_table, ranking, utility_table
 from gradveil.report.read import read
-from gradveil.report.scores import score, strongest
-from gradveil.report.tables import attack_table, ranking, utility_table
 
 
 def column(table, title):

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradveil
-from gradveil.errors import InputError, ParameterError
+from gradveil.core.errors import InputError, ParameterError
 from gradveil.task.sensitivity import batch_parts, direction_bytes
 
 

@@ -5,7 +5,7 @@ import torch
 
 import gradveil
 from gradveil import theory
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
 
 SIZE = 200_000
 

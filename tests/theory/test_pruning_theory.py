@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil import theory
-from gradveil.errors import InputError, ParameterError
+from gradveil.core.errors import InputError, ParameterError
 
 
 def layers(seed: int, scale: float = 1.0) -> dict[str, torch.Tensor]:

@@ -6,7 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil import theory
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 
 class Projection(nn.Module):

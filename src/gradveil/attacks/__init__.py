@@ -8,8 +8,8 @@ from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Findings, Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
-from gradveil.errors import ParameterError
-from gradveil.registry import parse_spec
+from gradveil.core.errors import ParameterError
+from gradveil.core.registry import parse_spec
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")

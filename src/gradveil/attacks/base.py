@@ -6,18 +6,18 @@ from typing import ClassVar, Self
 
 import torch
 
-from gradveil.attacks.adaptive import find_knowledge
+from gradveil.attacks._adaptive import find_knowledge
+from gradveil.attacks._labels import check_inferable, find_labels
+from gradveil.attacks._restarts import best_of
 from gradveil.attacks.findings import Findings, Reconstruction
-from gradveil.attacks.labels import check_inferable, find_labels
 from gradveil.attacks.problem import Observed, Problem, Progress, granted_public, observed_rounds
-from gradveil.attacks.restarts import best_of
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import has_all_state
+from gradveil.core.randomness import fresh_generator
+from gradveil.core.registry import Method, Registry
 from gradveil.core.timing import timed
 from gradveil.defenses.base import Batch
-from gradveil.errors import ThreatModelError
-from gradveil.randomness import fresh_generator
-from gradveil.registry import Method, Registry
 from gradveil.task import Task
 
 ATTACKS: Registry["Attack"] = Registry("attack")

@@ -12,8 +12,8 @@ from gradveil.attacks.matching import NOTHING, RELATIVE, Adam, Matching, Objecti
 from gradveil.attacks.matching.cost import victim_bytes
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import integer, number, text
-from gradveil.errors import ThreatModelError
 from gradveil.task import Gradients, Task
 
 

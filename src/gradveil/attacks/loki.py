@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks import imprint
+from gradveil.attacks import _imprint as imprint
 from gradveil.attacks.base import ATTACKS
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import Batch
@@ -24,7 +24,7 @@ class Loki(imprint.ImprintAttack):
     The block in front of the model is that of `robbing-the-fed` behind a convolution that copies the image into the
     channels of one client and nothing into the others'. The weight gradient of the linear layer is an outer product
     with its input, so client j fills the columns of its own block alone, and the sum of all updates shows each block
-    untouched: secure aggregation hides nothing. Within a block, bins are read as in `gradveil.attacks.imprint`.
+    untouched: secure aggregation hides nothing. Within a block, bins are read as in `gradveil.attacks._imprint`.
 
     Local steps move the block: a step shifts the bins in proportion to ``lr * signal^2`` (`signal` as in
     `robbing-the-fed`), and kernels that should be zero begin to leak. So the signal is chosen small enough for the bins

@@ -6,8 +6,8 @@ The figures behind them are in experiments/attack_strength/presets.jsonl, made b
 
 from typing import Any
 
-from gradveil import checks
 from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.core import checks
 from gradveil.data.catalog import DATASETS
 
 BUDGETS = ("quick", "standard", "thorough")

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.tensors import misfit
 from gradveil.defenses.base import Batch
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.errors import InputError, ThreatModelError
 from gradveil.modality import Modality
 from gradveil.task import Gradients, Task
 from gradveil.update import Rounds, Update

@@ -14,8 +14,8 @@ from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.parameters import integer
-from gradveil.errors import InputError, ThreatModelError
 from gradveil.task import Task
 from gradveil.theory.rank import Leaf, geometry, trace, why_impassable
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.attacks import imprint
+from gradveil.attacks import _imprint as imprint
 from gradveil.attacks.base import ATTACKS
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import integer, number
 from gradveil.defenses.base import Batch
-from gradveil.errors import ThreatModelError
 from gradveil.models.malicious import Imprint, Imprinted
 from gradveil.task import Task
 
@@ -27,7 +27,7 @@ class RobbingTheFed(imprint.ImprintAttack):
 
     All rows measure the mean of the pixels; the thresholds c are quantiles of that mean over public images, so that
     each bin is as likely as any other. An image that is alone in its bin comes out exactly: with n images and B bins
-    that is a share of :math:`(1 - 1/B)^{n-1}`, .94 for 9 images and 128 bins. See `gradveil.attacks.imprint`.
+    that is a share of :math:`(1 - 1/B)^{n-1}`, .94 for 9 images and 128 bins. See `gradveil.attacks._imprint`.
 
     An active server: honest clients must train `modify(task, public=...)`, which answers like the given model (images
     are changed by 1 % before they reach it). What the paper leaves open or we do otherwise: the block adds to the

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradveil import checks
+from gradveil.core import checks
+from gradveil.core.errors import ParameterError
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Batch
-from gradveil.errors import ParameterError
 from gradveil.update import LocalSteps
 
 

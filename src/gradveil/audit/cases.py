@@ -21,17 +21,18 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from gradveil import checks, metrics, models, theory
+from gradveil import metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
 from gradveil.audit.rows import NORMS
+from gradveil.core import checks
+from gradveil.core.errors import DataError, ParameterError
+from gradveil.core.randomness import derived_generator
+from gradveil.core.registry import parse_spec
 from gradveil.core.tensors import misfit
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
-from gradveil.errors import DataError, ParameterError
 from gradveil.federation.job import as_batch
-from gradveil.randomness import derived_generator
-from gradveil.registry import parse_spec
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Rounds, Update, compute_update
 

@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradveil import checks
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
 from gradveil.audit.match import Price
 from gradveil.audit.rows import NORMS, SETTINGS, Settings, with_lists, with_tuples
 from gradveil.audit.store import command_line, read_json
+from gradveil.core import checks
+from gradveil.core.errors import ParameterError
+from gradveil.core.registry import format_spec, parse_spec
 from gradveil.defenses import create as create_defense
-from gradveil.errors import ParameterError
 from gradveil.federation.digests import json_digest
-from gradveil.registry import format_spec, parse_spec
 from gradveil.update import LocalSteps
 
 

@@ -13,10 +13,10 @@ from gradveil.audit import schema, store
 from gradveil.audit.rows import CONFIG_SCHEMA, STAMPS, VERSION, MatchRow, ResultRow, Row, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, refuse, short
 from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, JsonLines, read_lines
-from gradveil.errors import DataError, OutputError, UnknownNameError
+from gradveil.core.errors import DataError, OutputError, UnknownNameError
+from gradveil.core.registry import parse_spec
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
-from gradveil.registry import parse_spec
 
 MOST_ROWS = 1_000_000
 R = TypeVar("R", bound=Row)

@@ -7,17 +7,17 @@ from statistics import fmean
 
 import torch
 
-from gradveil import wire
+from gradveil.core.errors import ParameterError
+from gradveil.core.randomness import derived_generator
+from gradveil.core.registry import suggest
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.errors import ParameterError
 from gradveil.federation import Training, train
 from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.metrics import relative_power
-from gradveil.randomness import derived_generator
-from gradveil.registry import suggest
 from gradveil.task import Task
+from gradveil.update import wire
 
 TRIES = 12
 PROBED_CLIENTS = 4

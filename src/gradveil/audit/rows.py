@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Self
 
 from gradveil.audit import schema as kinds
 from gradveil.audit.schema import DIGEST, Json, Kind, Schema
-from gradveil.errors import ParameterError
+from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
 VERSION = 2

@@ -24,16 +24,16 @@ from gradveil.audit.match import Costs, Price, match
 from gradveil.audit.rows import VERSION, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
 from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, bytes_digest, slug
+from gradveil.core.errors import OutputError, ThreatModelError
+from gradveil.core.folders import locked, prepare_folder, write_json
+from gradveil.core.registry import Method, parse_spec
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.errors import OutputError, ThreatModelError
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
 from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
-from gradveil.folders import locked, prepare_folder, write_json
 from gradveil.metrics import METRICS
-from gradveil.registry import Method, parse_spec
 from gradveil.task import Task
 
 Tell = Callable[..., None]  # (steps done, steps in all)

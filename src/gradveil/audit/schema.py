@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
 from gradveil.federation.digests import DIGITS, json_digest
 
 Json = dict[str, Any]

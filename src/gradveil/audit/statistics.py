@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from gradveil import checks
+from gradveil.core import checks
 
 LEVEL = 0.95
 RESAMPLES = 4000

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.schema import REMEDY, Json, parse
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
+from gradveil.core.folders import writing
 from gradveil.federation.digests import DIGITS
-from gradveil.folders import writing
 
 CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
 BLIND_GUESS = "blind-guess"

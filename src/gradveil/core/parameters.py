@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradveil import checks
+from gradveil.core import checks
 
 _KEY = "gradveil"  # of a field's metadata
 

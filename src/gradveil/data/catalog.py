@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from gradveil.errors import UnknownNameError
-from gradveil.registry import suggest
+from gradveil.core.errors import UnknownNameError
+from gradveil.core.registry import suggest
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def entry(name: str) -> Entry:
     >>> entry("cifar")
     Traceback (most recent call last):
         ...
-    gradveil.errors.UnknownNameError: unknown dataset 'cifar'; did you mean cifar10 or cifar100?
+    gradveil.core.errors.UnknownNameError: unknown dataset 'cifar'; did you mean cifar10 or cifar100?
     """
     known = {entry.name: entry for entry in (*DATASETS, *WEIGHTS)}
     if name not in known:

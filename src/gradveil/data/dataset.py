@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.errors import DataError, InputError
+from gradveil.core.errors import DataError, InputError
 from gradveil.modality import IMAGE, Modality
 
 
@@ -76,7 +76,7 @@ class Dataset:
         >>> Dataset("dots", ("none",), "dots.npz", split, split)
         Traceback (most recent call last):
             ...
-        gradveil.errors.DataError: dots.npz: train labels must lie from 0 to 0 (1 classes), got 1
+        gradveil.core.errors.DataError: dots.npz: train labels must lie from 0 to 0 (1 classes), got 1
     """
 
     name: str

@@ -15,14 +15,14 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import torch
 
+from gradveil.core.errors import DataError
 from gradveil.data import catalog
-from gradveil.data.arrays import Array, reading
+from gradveil.data._arrays import Array, reading
+from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.catalog import Entry, Package
 from gradveil.data.formats import read
 from gradveil.data.npz import read_arrays
-from gradveil.data.pickles import read_pickled_arrays
 from gradveil.data.places import cache_folder
-from gradveil.errors import DataError
 
 Progress = Callable[[str], None]
 

@@ -2,7 +2,7 @@
 
 No reader runs code from a file: npz archives with pickled objects are refused, and CIFAR's batches, which are
 pickles by design, are read by a machine that knows nothing but plain arrays. No reader allocates what a file announces
-before it has checked that; see `gradveil.data.limits` for how much may be read.
+before it has checked that; see `gradveil.data._limits` for how much may be read.
 """
 
 import gzip
@@ -17,13 +17,13 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from gradveil.data.arrays import Array, Arrays, Labelled, labelled, listing, reading
-from gradveil.data.image_folder import read_image_folder
-from gradveil.data.limits import MOST_PIXELS, check_size, fill
-from gradveil.data.matlab import read_matrices
+from gradveil.core.errors import DataError
+from gradveil.data._arrays import Array, Arrays, Labelled, labelled, listing, reading
+from gradveil.data._image_folder import read_image_folder
+from gradveil.data._limits import MOST_PIXELS, check_size, fill
+from gradveil.data._matlab import read_matrices
+from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.npz import read_arrays
-from gradveil.data.pickles import read_pickled_arrays
-from gradveil.errors import DataError
 
 
 def read(path: Path, size: int | None = None) -> Arrays:

@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradveil import checks
+from gradveil.core import checks
+from gradveil.core.errors import DataError, UnknownNameError
+from gradveil.core.registry import Registry
 from gradveil.data import catalog, places
-from gradveil.data.arrays import Array, Arrays, Labelled, images_at_once, resize
+from gradveil.data._arrays import Array, Arrays, Labelled, images_at_once, resize
+from gradveil.data._embedded import SOURCE as EMBEDDED_SOURCE
+from gradveil.data._embedded import read_embedded_mnist
 from gradveil.data.dataset import Dataset, Split
-from gradveil.data.embedded import SOURCE as EMBEDDED_SOURCE
-from gradveil.data.embedded import read_embedded_mnist
 from gradveil.data.formats import read
-from gradveil.errors import DataError, UnknownNameError
-from gradveil.registry import Registry
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0

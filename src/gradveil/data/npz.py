@@ -9,8 +9,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gradveil.data.arrays import Array, reading
-from gradveil.data.limits import check_size, fill
+from gradveil.data._arrays import Array, reading
+from gradveil.data._limits import check_size, fill
 
 MOST_MEMBERS = 1000
 MOST_DIRECTORY = 2**20
@@ -22,7 +22,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, A
     """The arrays of an ``.npz`` that have one of `names`, or all; pickled objects in it are refused.
 
     Every member must be an ``.npy``. The sizes that the archive's directory and the arrays' headers announce must
-    agree, and are checked against `gradveil.data.limits` before anything is allocated; nothing beyond them is
+    agree, and are checked against `gradveil.data._limits` before anything is allocated; nothing beyond them is
     decompressed. Arrays of other names are not read.
     """
     with reading(path, "an .npz archive of plain arrays"):

@@ -7,8 +7,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.errors import InputError, ParameterError
+from gradveil.core import checks
+from gradveil.core.errors import InputError, ParameterError
 
 Indices = npt.NDArray[np.int64]
 SCHEMES = ("iid", "dirichlet", "classes")
@@ -53,7 +53,7 @@ def partition(
         >>> partition([0, 1], clients=3)
         Traceback (most recent call last):
             ...
-        gradveil.errors.ParameterError: partition: clients must be at most 2, the number of samples, got 3
+        gradveil.core.errors.ParameterError: partition: clients must be at most 2, the number of samples, got 3
     """
     clients = checks.integer("partition", "clients", clients, low=1)
     scheme = checks.choice("partition", "scheme", scheme, SCHEMES)

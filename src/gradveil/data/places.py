@@ -7,8 +7,8 @@ from typing import Literal
 
 import platformdirs
 
+from gradveil.core.errors import DataError
 from gradveil.data import catalog
-from gradveil.errors import DataError
 
 USER_FOLDER = "GRADVEIL_DATA"
 CACHE_FOLDER = "GRADVEIL_CACHE"

@@ -5,11 +5,11 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from gradveil.core.errors import ParameterError, UnknownNameError
 from gradveil.core.parameters import Strength
+from gradveil.core.registry import parse_spec
 from gradveil.defenses.base import DEFENSES, Defense, Perturbation, Prepared, StepDefense
 from gradveil.defenses.composition import Chain, ErrorFeedback
-from gradveil.errors import ParameterError, UnknownNameError
-from gradveil.registry import parse_spec
 from gradveil.update import Memory
 
 for _module in iter_modules(__path__):

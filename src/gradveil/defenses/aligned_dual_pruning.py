@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import number
+from gradveil.core.randomness import Draws
+from gradveil.defenses._selection import keep_ranks, largest, share_of
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge, read_arrived
-from gradveil.defenses.selection import keep_ranks, largest, share_of
-from gradveil.errors import InputError
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import Announced, LocalSteps, Memory, ServerRound, Update
 

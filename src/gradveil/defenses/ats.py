@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn import functional as F
 
-from gradveil import checks, transforms
+from gradveil.core import checks
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import integer, state, text
+from gradveil.core.randomness import Source, source_of
+from gradveil.defenses import _transforms as transforms
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.errors import InputError
-from gradveil.randomness import Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Update
 
@@ -29,8 +30,8 @@ class ATS(Defense):
     r"""Automatic transformation search: share the gradients of transformed images.
 
     Every image goes through one of a few policies (drawn anew each round), each a sequence of image transforms
-    (`gradveil.transforms`: 45 of them in 15 kinds). Labels stay. The gradient is an honest one, of the transformed
-    image: **that** image is recovered as well as ever; what is protected is its likeness to the original.
+    (45 of them in 15 kinds). Labels stay. The gradient is an honest one, of the transformed image: **that** image
+    is recovered as well as ever; what is protected is its likeness to the original.
     ``memory["trained_on"]`` holds it for audits.
 
     `prepare` searches: of `candidates` random policies of three transforms, the half with the better accuracy score

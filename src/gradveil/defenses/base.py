@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil.accounting import PrivacySpent
+from gradveil.core.errors import InputError, NotFiniteError, ParameterError
 from gradveil.core.parameters import Strength, strength_of
+from gradveil.core.randomness import Draws, Randomness, source_of
+from gradveil.core.registry import Method, Registry
+from gradveil.defenses.accounting import PrivacySpent
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.errors import InputError, NotFiniteError, ParameterError
-from gradveil.randomness import Draws, Randomness, source_of
-from gradveil.registry import Method, Registry
 from gradveil.task import Gradients, Task
 from gradveil.update import Announced, ClientRound, ClientState, LocalSteps, Memory, Meta, ServerRound, Update
 

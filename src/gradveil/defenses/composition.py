@@ -9,12 +9,12 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor
 
-from gradveil.accounting import PrivacySpent
+from gradveil.core.errors import InputError, ParameterError
 from gradveil.core.parameters import Strength, check_declared, component, number
+from gradveil.core.registry import format_spec
+from gradveil.defenses.accounting import PrivacySpent
 from gradveil.defenses.base import Batch, Defense, Perturbation, Prepared, checked_gradients, meta_of
 from gradveil.defenses.knowledge import Expect, Knowledge
-from gradveil.errors import InputError, ParameterError
-from gradveil.registry import format_spec
 from gradveil.task import Gradients, Task
 from gradveil.update import Announced, ClientRound, ClientState, LocalSteps, Memory, ServerRound, Update
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gradveil.accounting import PrivacySpent, privacy_spent
-from gradveil.clipping import clipped_sum
 from gradveil.core.parameters import number
+from gradveil.core.randomness.discrete import grid_step
+from gradveil.defenses._clipping import clipped_sum
+from gradveil.defenses.accounting import PrivacySpent, privacy_spent
 from gradveil.defenses.base import DEFENSES, StepDefense, check_result
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
-from gradveil.randomness.discrete import grid_step
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, sizes_of, step_weights
 
@@ -25,7 +25,7 @@ class DPSGD(StepDefense):
 
     **In use** (no generator given) the clipped gradients are cut down to whole steps of a grid, which never makes one
     longer, summed exactly, and the noise is a discrete Gaussian on that grid from a cryptographic stream. The guarantee
-    below is that of this mechanism, floating point included; the argument is in `gradveil.randomness.discrete`. With a
+    below is that of this mechanism, floating point included; the argument is in `core.randomness.discrete`. With a
     torch generator the noise is added in floating point and can be computed from a part of it: then an epsilon only
     says what the mechanism that is simulated would have.
 

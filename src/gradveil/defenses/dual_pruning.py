@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradveil.core.errors import ParameterError
 from gradveil.core.parameters import Strength, number
+from gradveil.core.randomness import Draws
+from gradveil.defenses._selection import keep_ranks, share_of
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge, read_arrived, read_ranked
-from gradveil.defenses.selection import keep_ranks, share_of
-from gradveil.errors import ParameterError
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 

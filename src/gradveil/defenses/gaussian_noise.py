@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil.core.parameters import number
+from gradveil.core.randomness import Draws
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 

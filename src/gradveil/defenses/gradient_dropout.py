@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gradveil.core.parameters import choice, number
+from gradveil.core.randomness import Draws
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_trimmed
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 

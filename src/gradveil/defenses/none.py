@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradveil.core.randomness import Draws
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 

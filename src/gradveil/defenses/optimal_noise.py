@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gradveil.core.parameters import choice, flag, integer, number, state
+from gradveil.core.randomness import Source
+from gradveil.defenses._optimal import FORMS, Measured, SensitivityNoise, add_noise, optimal_variance
 from gradveil.defenses.base import DEFENSES
-from gradveil.defenses.optimal import FORMS, Measured, SensitivityNoise, add_noise, optimal_variance
-from gradveil.randomness import Source
 from gradveil.task import Gradients
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from gradveil.core.parameters import choice, flag, integer, number, state
+from gradveil.core.randomness import Source
+from gradveil.defenses._optimal import FORMS, Measured, SensitivityDriven
+from gradveil.defenses._selection import share_of
 from gradveil.defenses.base import DEFENSES
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, read_arrived
-from gradveil.defenses.optimal import FORMS, Measured, SensitivityDriven
-from gradveil.defenses.selection import share_of
-from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import number
+from gradveil.core.randomness import Source
+from gradveil.defenses._selection import keep_ranks, largest, share_of
 from gradveil.defenses.base import DEFENSES, Defense, check_result
 from gradveil.defenses.knowledge import Evidence, Knowledge, read_ranked
-from gradveil.defenses.selection import keep_ranks, largest, share_of
-from gradveil.errors import InputError
-from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Update
 

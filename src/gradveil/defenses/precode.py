@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import integer, number
+from gradveil.core.randomness import Source, fresh_generator
 from gradveil.defenses.base import DEFENSES, Batch, Prepared, StepDefense
 from gradveil.defenses.knowledge import Evidence, Knowledge
-from gradveil.errors import InputError
-from gradveil.randomness import Source, fresh_generator
 from gradveil.task import Gradients, Task
 from gradveil.task.model import watched
 from gradveil.update import ClientRound, LocalSteps

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from gradveil.core.parameters import choice, integer
+from gradveil.core.randomness import Draws
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import Evidence, Knowledge
-from gradveil.randomness import Draws
 from gradveil.task import Gradients, Task
 from gradveil.update import MAX_BITS, ClientState, Grid, LocalSteps, Update
 

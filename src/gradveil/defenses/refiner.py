@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import integer, number
+from gradveil.core.randomness import Source
+from gradveil.defenses._denoising import denoise, noise_deviation
 from gradveil.defenses.base import DEFENSES, StepDefense, checked_gradients
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.denoising import denoise, noise_deviation
-from gradveil.errors import InputError
 from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
-from gradveil.randomness import Source
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from gradveil.clipping import clipped_sum
-from gradveil.compensation import ASPECT, compensate
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import flag, integer, number, state
+from gradveil.core.randomness import Randomness, Source, source_of
 from gradveil.core.tensors import Tensors, shapes_of
+from gradveil.defenses._clipping import clipped_sum
+from gradveil.defenses._selection import share_of
 from gradveil.defenses.base import DEFENSES, Batch, Defense, Prepared, check_result, checked_gradients, meta_of
+from gradveil.defenses.compensation import ASPECT, compensate
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, clip_to, each_round
-from gradveil.defenses.selection import share_of
-from gradveil.errors import InputError
-from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, ClientState, LocalSteps, ServerRound, Update
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from gradveil.core.randomness import Draws
 from gradveil.defenses.base import DEFENSES, Perturbation
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge
-from gradveil.randomness import Draws
 from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, weighted_mean
 

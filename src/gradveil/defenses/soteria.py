@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vjp, vmap
 
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import integer, number
+from gradveil.core.randomness import Randomness, Source, source_of
+from gradveil.defenses._selection import share_of
 from gradveil.defenses.base import DEFENSES, StepDefense
 from gradveil.defenses.knowledge import Evidence, Knowledge
-from gradveil.defenses.selection import share_of
-from gradveil.errors import InputError
-from gradveil.randomness import Randomness, Source, source_of
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, steps_of
 

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 import gradveil
+from gradveil.core.errors import DataError, OutputError
+from gradveil.core.folders import locked, prepare_folder
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
-from gradveil.errors import DataError, OutputError
-from gradveil.federation import consistency
+from gradveil.federation import _consistency as consistency
+from gradveil.federation._optimiser import ServerOptimiser
+from gradveil.federation._storage import load, save_atomically
 from gradveil.federation.digests import data_digest, task_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories
-from gradveil.federation.optimiser import ServerOptimiser
-from gradveil.federation.storage import load, save_atomically
 from gradveil.federation.training import RoundRecord, Training, history_of
-from gradveil.folders import locked, prepare_folder
 from gradveil.task import Gradients, Task
 
 FILE = "checkpoint.safetensors"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.core.registry import parse_spec
 from gradveil.data import Dataset
-from gradveil.registry import parse_spec
 from gradveil.task import Task
 
 DIGITS = 16

@@ -4,12 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.registry import Registry
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
-from gradveil.errors import InputError, ParameterError
 from gradveil.federation.local import train
 from gradveil.federation.training import RoundRecord, Training, TrainingResult
-from gradveil.registry import Registry
 from gradveil.task import Task
 
 ENGINES: Registry["Engine"] = Registry("engine")
@@ -26,7 +26,7 @@ class Engine(ABC):
     - `words`: what it is called in a sentence.
     - `devices`: the types of devices that it trains on; empty: all.
     - `checkpoints`: it takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`.
-    - `executions`: it takes `execution`, see `gradveil.federation.clients`.
+    - `executions`: it takes `execution`, see `gradveil.federation._clients`.
     - `faults`: it takes `transport`, which decides what becomes of messages.
 
     Example:

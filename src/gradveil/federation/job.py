@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradveil.accounting import PrivacySpent
+from gradveil.core.errors import ParameterError
+from gradveil.core.randomness import derived_generator
 from gradveil.data import Dataset, Split, partition
 from gradveil.defenses import Defense
+from gradveil.defenses.accounting import PrivacySpent
 from gradveil.defenses.base import Batch
-from gradveil.errors import ParameterError
 from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients, history_of
-from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import ClientRound
 

@@ -11,21 +11,20 @@ from statistics import fmean
 
 import torch
 
-from gradveil import wire
+from gradveil.core.errors import ParameterError
 from gradveil.core.timing import timed
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
-from gradveil.errors import ParameterError
+from gradveil.federation._clients import Clients, Shared
+from gradveil.federation._optimiser import ServerOptimiser
 from gradveil.federation.checkpoint import MEMORIES, Checkpoints, State, identify, training_folder
-from gradveil.federation.clients import Clients, Shared
 from gradveil.federation.faults import NOT_FINITE
 from gradveil.federation.job import Job, after_warming_up, deal, mean_or_nan, training_loss
 from gradveil.federation.memory import RAM_BYTES, ClientMemories
-from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.protocol import OpenRound
 from gradveil.federation.training import TIMES, RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.task import Task
-from gradveil.update import Announced, ClientRound, Update
+from gradveil.update import Announced, ClientRound, Update, wire
 
 Transport = Callable[[int, int, bytes], Iterable[bytes]]
 """What becomes of a message on its way: (round, client, message) to the messages that arrive from that client."""
@@ -61,7 +60,7 @@ def train(
         progress: called with (rounds done, rounds in all).
         watch: called with what was measured of each round.
         execution: how the clients are worked on: ``"loop"``, ``"batch"``, ``"compile"`` or ``"auto"``, see
-            `gradveil.federation.clients`.
+            `gradveil.federation._clients`.
         transport: what becomes of messages on their way to the server, for tests and experiments with faults. Only
             with it are updates encoded, carried and checked as a server must check those of strangers.
         checkpoint: folder for checkpoints; None: none are saved. One training at a time writes into it.

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.errors import DataError
-from gradveil.federation.storage import check, load, save_atomically
-from gradveil.folders import writing
+from gradveil.core import checks
+from gradveil.core.errors import DataError
+from gradveil.core.folders import writing
+from gradveil.federation._storage import check, load, save_atomically
 
 RAM_BYTES = 2 << 30
 SPARSE_BELOW = 0.4

@@ -11,11 +11,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from gradveil import checks, wire
+from gradveil.core import checks
+from gradveil.core.errors import GradveilError, InputError, NotFiniteError
 from gradveil.defenses import Defense
-from gradveil.errors import GradveilError, InputError, NotFiniteError
 from gradveil.federation.faults import DUPLICATE, MALFORMED, MISSING, STALE, STRANGER, Fault, Refused
-from gradveil.update import Announced, LocalSteps, Memory, Update
+from gradveil.update import Announced, LocalSteps, Memory, Update, wire
 
 T = TypeVar("T")
 

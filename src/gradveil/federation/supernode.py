@@ -37,7 +37,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gradveil.errors import GradveilError, InputError, MissingPackageError, ParameterError
+from gradveil.core.errors import GradveilError, InputError, MissingPackageError, ParameterError
 
 __all__ = ["Gate", "app_hash", "main"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from gradveil import checks
-from gradveil.accounting import PrivacySpent
+from gradveil.core import checks
+from gradveil.core.randomness import derived_generator
+from gradveil.defenses.accounting import PrivacySpent
 from gradveil.federation.faults import Fault
-from gradveil.randomness import derived_generator
 from gradveil.task import Task
 from gradveil.update import LocalSteps
 
@@ -171,7 +171,7 @@ class TrainingResult:
         rounds: what was measured of each round.
         gradient_seconds, defense_seconds, aggregation_seconds: means over the same rounds, see `RoundRecord`.
         faults: what clients did wrong, one by one; none of it was averaged.
-        execution: how the clients were worked on, see `gradveil.federation.clients`.
+        execution: how the clients were worked on, see `gradveil.federation._clients`.
 
     Example:
         >>> TrainingResult.__dataclass_fields__["accuracy"].type

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.errors import InputError
+from gradveil.core import checks
+from gradveil.core.errors import InputError
 
 BINS = 64
 

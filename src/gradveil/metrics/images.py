@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 
 def check_images(owner: str, role: str, images: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 
 def label_accuracy(true: Tensor, guessed: Tensor) -> float:

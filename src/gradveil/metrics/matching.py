@@ -4,7 +4,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 
 def match(originals: Tensor, reconstructions: Tensor) -> Tensor:

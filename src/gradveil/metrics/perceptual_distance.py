@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gradveil import data
+from gradveil.core.errors import DataError, InputError
 from gradveil.data.npz import read_arrays
-from gradveil.errors import DataError, InputError
 from gradveil.metrics.images import check_pair
 from gradveil.metrics.record import metric
 

@@ -8,9 +8,9 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from gradveil.errors import UnknownNameError
+from gradveil.core.errors import UnknownNameError
+from gradveil.core.registry import suggest
 from gradveil.modality import Modality
-from gradveil.registry import suggest
 
 Compute = Callable[[Tensor, Tensor], Tensor | None]
 F = TypeVar("F", bound=Compute)

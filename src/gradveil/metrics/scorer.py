@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
 from gradveil.metrics.record import METRICS

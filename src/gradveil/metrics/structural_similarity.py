@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 from gradveil.metrics.images import check_pair
 from gradveil.metrics.record import metric
 

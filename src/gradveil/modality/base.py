@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from gradveil.errors import InputError
-from gradveil.randomness import derived_generator
-from gradveil.registry import Registry
+from gradveil.core.errors import InputError
+from gradveil.core.randomness import derived_generator
+from gradveil.core.registry import Registry
 
 
 class Modality(ABC):

@@ -8,7 +8,7 @@ import PIL.Image
 import torch
 from torch import Tensor
 
-from gradveil.errors import DataError
+from gradveil.core.errors import DataError
 from gradveil.modality.base import MODALITIES, Modality
 
 NAN_GREY = 0.5

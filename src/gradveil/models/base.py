@@ -10,9 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradveil import checks
-from gradveil.errors import InputError, ParameterError
-from gradveil.registry import Registry
+from gradveil.core import checks
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.registry import Registry
 
 REGISTRY = Registry[nn.Module]("model")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 WEIGHTS = Path(__file__).with_name("evaluation.safetensors")
 """The trained weights that come with gradveil; ``evaluation.md`` beside them says how they were made."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, image_shape
 
 PATCH = 4

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradveil.folders import replace_file
+from gradveil.core.folders import replace_file
+from gradveil.report._scatter import Box, Mark, axis, ticks
 from gradveil.report.page import fill_template
-from gradveil.report.scatter import Box, Mark, axis, ticks
 
 WIDTH, HEIGHT = 760.0, 360.0
 COLOURS = ("#0b6b62", "#b8321a", "#8a5a00", "#3b5bb5", "#7b3fa0", "#1b8a3a", "#c2185b", "#5a636e")

@@ -15,9 +15,9 @@ from gradveil.audit.rows import MethodId, ResultRow
 from gradveil.audit.statistics import possible_share
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import IMAGE, Modality
+from gradveil.report._scores import difference_to_plain, difference_to_undefended, gain, score, strongest
+from gradveil.report._text import join, names, percent, plural
 from gradveil.report.read import UNDEFENDED, Audit
-from gradveil.report.scores import difference_to_plain, difference_to_undefended, gain, score, strongest
-from gradveil.report.text import join, names, percent, plural
 
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
 # Shares of all the descent of a loss, from start to end. On MNIST and LeNet, Inverting Gradients made at most .0005 of

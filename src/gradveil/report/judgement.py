@@ -10,10 +10,10 @@ from statistics import fmean
 
 from gradveil.audit.rows import MethodId
 from gradveil.audit.store import resume_command
+from gradveil.report._scores import Score, score
+from gradveil.report._text import join, names, percent, plural
 from gradveil.report.flags import Raised, raised
 from gradveil.report.read import UNDEFENDED, Audit
-from gradveil.report.scores import Score, score
-from gradveil.report.text import join, names, percent, plural
 
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence

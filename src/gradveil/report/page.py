@@ -9,16 +9,16 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from gradveil.folders import replace_file
+from gradveil.core.folders import replace_file
+from gradveil.report._gallery import figures, victim_names
+from gradveil.report._picture import write_overview
+from gradveil.report._scatter import Line, Point, Scale, layout, pareto
+from gradveil.report._scores import gain, score, strongest
+from gradveil.report._tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
+from gradveil.report._text import percent
 from gradveil.report.flags import Raised, flags_for, raised
-from gradveil.report.gallery import figures, victim_names
 from gradveil.report.judgement import judge
-from gradveil.report.picture import write_overview
 from gradveil.report.read import UNDEFENDED, Audit, read
-from gradveil.report.scatter import Line, Point, Scale, layout, pareto
-from gradveil.report.scores import gain, score, strongest
-from gradveil.report.tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
-from gradveil.report.text import percent
 
 
 def write(source: Path | Audit) -> Path:

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from gradveil.errors import InputError
+from gradveil.core.errors import InputError
 
 Gradients = dict[str, Tensor]
 

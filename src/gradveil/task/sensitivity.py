@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import jvp, vmap
 
-from gradveil.randomness import Source
+from gradveil.core.randomness import Source
 from gradveil.task.model import Gradients
 
 if TYPE_CHECKING:

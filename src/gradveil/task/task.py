@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
 
-from gradveil import checks
-from gradveil.errors import InputError, ParameterError
+from gradveil.core import checks
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.randomness import Randomness, source_of
 from gradveil.modality import IMAGE, Modality
-from gradveil.randomness import Randomness, source_of
 from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, watched
 from gradveil.task.sensitivity import MEMORY_BUDGET, chunk_size, squared_sensitivity
 

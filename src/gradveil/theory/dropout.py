@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.errors import ParameterError
+from gradveil.core import checks
+from gradveil.core.errors import ParameterError
 
 
 def dropout_distance(gradient: Tensor, keep: float, std: float) -> float:

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from gradveil import checks
-from gradveil.errors import InputError
+from gradveil.core import checks
+from gradveil.core.errors import InputError
 
 Layers = Mapping[str, Tensor]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.randomness import derived_generator
+from gradveil.core.randomness import derived_generator
 from gradveil.task import Task
 
 # A singular value below this share of the largest counts as zero.

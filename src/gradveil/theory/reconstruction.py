@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradveil import checks
+from gradveil.core import checks
+from gradveil.core.errors import InputError
+from gradveil.core.randomness import fresh_generator
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Batch
-from gradveil.errors import InputError
-from gradveil.randomness import fresh_generator
 from gradveil.task import Task
 
 Batches = Batch | Sequence[Batch]

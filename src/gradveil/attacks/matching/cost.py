@@ -9,9 +9,9 @@ from torch import Tensor
 from gradveil.attacks.matching.distances import Distance, squared_length
 from gradveil.attacks.matching.priors import ROUNDING, Prior
 from gradveil.attacks.problem import Problem
+from gradveil.core.errors import ParameterError
+from gradveil.core.registry import suggest
 from gradveil.defenses.knowledge import Evidence
-from gradveil.errors import ParameterError
-from gradveil.registry import suggest
 from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of, with_momentum
 

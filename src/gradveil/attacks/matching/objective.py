@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gradveil import checks, compilation
+from gradveil.core import checks, compilation
 
 EXECUTIONS = ("auto", "loop", "batch", "compile", "compile-loop")
 

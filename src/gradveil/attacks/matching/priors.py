@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from gradveil.errors import ThreatModelError
+from gradveil.core.errors import ThreatModelError
 from gradveil.task import Task
 
 Prior = Callable[[Tensor], Tensor]

@@ -4,8 +4,8 @@ A library for now: no attack is registered. `recover` takes an update, the coord
 (`known_zeros`) and how the noise was drawn, and returns the update without noise, or why it cannot be had.
 """
 
-from gradveil.attacks.noise_recovery.recovery import RecoveredNoise, recover
-from gradveil.attacks.noise_recovery.sources import (
+from gradveil.attacks.noise_recovery._recovery import RecoveredNoise, recover
+from gradveil.attacks.noise_recovery._sources import (
     NoiseSource,
     NumpyLaplace,
     NumpyNormal,
@@ -13,7 +13,7 @@ from gradveil.attacks.noise_recovery.sources import (
     TorchNormal,
     TorchUniform,
 )
-from gradveil.attacks.noise_recovery.zeros import disconnect, known_zeros, silence
+from gradveil.attacks.noise_recovery._zeros import disconnect, known_zeros, silence
 
 __all__ = [
     "NoiseSource",

@@ -14,19 +14,19 @@ server that keeps to the app which the client's owner has accepted: nodes must r
 
 **What travels.** The server's train message has two records more: ``gradveil`` (round, learning rate, defense) and,
 where a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
-`gradveil.wire`, in the place of the trained arrays; Flower chunks and carries them like any array. Beside it leave
+`update.wire`, in the place of the trained arrays; Flower chunks and carries them like any array. Beside it leave
 ``num-examples`` and those metrics that the client lists, as the app made them: nothing protects those.
 
 **Which arrays are defended.** All floating-point ones, but for the statistics that the client names; those travel as
 they are. Other arrays (whole numbers) must come back as they went.
 """
 
-from gradveil.errors import MissingPackageError
+from gradveil.core.errors import MissingPackageError
 from gradveil.federation.faults import Fault
 
 try:
-    from gradveil.federation.flower.context import answer_once, memory
-    from gradveil.federation.flower.messages import announced, reply
+    from gradveil.federation.flower._context import answer_once, memory
+    from gradveil.federation.flower._messages import announced, reply
     from gradveil.federation.flower.mod import defense_mod
     from gradveil.federation.flower.simulation import simulate
     from gradveil.federation.flower.strategy import GradveilStrategy

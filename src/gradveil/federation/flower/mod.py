@@ -11,14 +11,14 @@ import torch
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from gradveil import checks
+from gradveil.core import checks
+from gradveil.core.errors import InputError, ParameterError
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.errors import InputError, ParameterError
-from gradveil.federation.flower import messages
-from gradveil.federation.flower.arrays import Statistics, moved_arrays, names_of, statistic_names, update_of
-from gradveil.federation.flower.context import Ledger, memory
-from gradveil.federation.flower.messages import INSTRUCTIONS, Instructions
+from gradveil.federation.flower import _messages as messages
+from gradveil.federation.flower._arrays import Statistics, moved_arrays, names_of, statistic_names, update_of
+from gradveil.federation.flower._context import Ledger, memory
+from gradveil.federation.flower._messages import INSTRUCTIONS, Instructions
 from gradveil.update import Update
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ def defense_mod(
         >>> defense_mod("soteria", lr=0.1)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        gradveil.errors.ParameterError: defense_mod: soteria needs the client's data, which a mod never sees...
+        gradveil.core.errors.ParameterError: defense_mod: soteria needs the client's data, which a mod never sees...
     """
     if lr is not None:
         lr = checks.number("defense_mod", "lr", lr, above=0)

@@ -12,19 +12,19 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
 
-from gradveil import checks
+from gradveil.core import checks
+from gradveil.core.errors import GradveilError, InputError, NotFiniteError
 from gradveil.core.timing import clock
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
-from gradveil.errors import GradveilError, InputError, NotFiniteError
+from gradveil.federation._optimiser import ServerOptimiser
 from gradveil.federation.faults import NOT_FINITE
-from gradveil.federation.flower.arrays import split_arrays
-from gradveil.federation.flower.context import memory
-from gradveil.federation.flower.messages import Instructions, announced, announcement, reply
-from gradveil.federation.flower.on_ray import run_on_ray
+from gradveil.federation.flower._arrays import split_arrays
+from gradveil.federation.flower._context import memory
+from gradveil.federation.flower._messages import Instructions, announced, announcement, reply
+from gradveil.federation.flower._on_ray import run_on_ray
 from gradveil.federation.flower.strategy import GradveilStrategy
 from gradveil.federation.job import Job, training_loss
-from gradveil.federation.optimiser import ServerOptimiser
 from gradveil.federation.training import RoundRecord, Training, TrainingResult, choose_clients
 from gradveil.task import Task
 
@@ -93,7 +93,7 @@ def simulate(
     """The training of `gradveil.federation.train` on Flower's simulation: one simulated node a client, on Ray.
 
     Clients, batches, seeds and the order of all draws are those of the local engine, so the weights are the same up to
-    rounding. Every defense works: clients call ``defense.share``, and updates travel as `gradveil.wire` bytes. Bytes
+    rounding. Every defense works: clients call ``defense.share``, and updates travel as `update.wire` bytes. Bytes
     are those of Flower's messages: down goes the whole model to every client, up the encoded update with its metrics.
     `round_seconds` is the time of a round on the server, sending and waiting included.
 

@@ -14,17 +14,17 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
-from gradveil import checks, wire
+from gradveil.core import checks
+from gradveil.core.errors import InputError, NotFiniteError
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
-from gradveil.errors import InputError, NotFiniteError
 from gradveil.federation.faults import FAILED, MISSING, NOT_FINITE, STRANGER, Fault, Refused
-from gradveil.federation.flower import messages
-from gradveil.federation.flower.arrays import Statistics, moved_arrays, split_arrays, statistic_names, typed_like
-from gradveil.federation.flower.messages import INSTRUCTIONS, LOCATIONS, UPDATE, Instructions
-from gradveil.federation.flower.metrics import alike, weight_in
+from gradveil.federation.flower import _messages as messages
+from gradveil.federation.flower._arrays import Statistics, moved_arrays, split_arrays, statistic_names, typed_like
+from gradveil.federation.flower._messages import INSTRUCTIONS, LOCATIONS, UPDATE, Instructions
+from gradveil.federation.flower._metrics import alike, weight_in
 from gradveil.federation.protocol import OpenRound, Replies
-from gradveil.update import Update
+from gradveil.update import Update, wire
 
 MOST_EXAMPLES = 10_000_000
 

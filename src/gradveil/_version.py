@@ -1,0 +1,3 @@
+"""The version, which every audit and report states."""
+
+__version__ = "0.1.0"

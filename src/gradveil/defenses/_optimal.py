@@ -1,0 +1,289 @@
+"""What the optimal defenses share: who leaks how much per unit of use, measured on the client's own data or on public.
+
+All three weigh the squared sensitivity of a coordinate, s_i^2 = |d g_i / d x|^2, which feeds the reconstruction bound,
+against its squared gradient g_i^2, which feeds the utility.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.randomness import Source, derived_generator, source_of
+from gradveil.core.tensors import Tensors, shapes_of
+from gradveil.defenses.base import Batch, Prepared, StepDefense, check_result, checked_gradients
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
+from gradveil.task import Gradients, Task
+from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, squared_weight_of
+
+FORMS = ("local", "global")
+SMALLEST_GRADIENT = 1e-6
+"""The paper's c: a smaller gradient counts as this large, so that no ratio is infinite."""
+
+
+GUESSES = 10
+"""Random images from which an attacker guesses where the local form puts its noise."""
+
+
+class Measured(NamedTuple):
+    """The global form's means over public examples: E s^2 and E g^2 of every coordinate."""
+
+    sensitivity: Tensors
+    weight: Tensors
+
+
+class SensitivityDriven(StepDefense):
+    """A defense that treats each coordinate by its sensitivity and its gradient.
+
+    In the local form both are those of the client's batch at the current weights, or, with ``every=r``, the
+    sensitivity is that of the client's batch up to r - 1 rounds ago (kept in its `memory`). In the global form they
+    are means over single public examples, taken once in `prepare`.
+
+    Under FedAvg it acts in every local step; with ``every`` above 1 the sensitivity is that of the first step.
+
+    Subclasses declare the parameters below and write `defend`.
+    """
+
+    directions: int
+    form: str
+    every: int
+    layerwise: bool
+    measured: Measured | None  # the global form's, once prepared
+
+    def check(self) -> None:
+        """The global form measures once."""
+        if self.form == "global" and self.every > 1:
+            raise ParameterError(
+                f"{self.name}: every must be 1 in the global form, which measures once in prepare, got {self.every}"
+            )
+
+    @property
+    def needs_preparing(self) -> bool:  # type: ignore[override]
+        """The global form does."""
+        return self.form == "global"
+
+    @property
+    @abstractmethod
+    def idle(self) -> bool:
+        """Whether the parameters make it the identity."""
+
+    @abstractmethod
+    def defend(
+        self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
+    ) -> Gradients:
+        """The defended gradients of one step.
+
+        Args:
+            gradients: the client's, not to be changed.
+            sensitivity: s^2 of every coordinate.
+            weight: g^2 of every coordinate; in the global form not this client's.
+            source: the client's randomness.
+        """
+
+    def clipped(self, gradients: Gradients) -> Gradients:
+        """The gradients as they are before the noise; a coordinate that is changed here does not react to inputs."""
+        return gradients
+
+    def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
+        """In the global form: measure on the public examples, one at a time."""
+        if self.form == "local":
+            return Prepared(self, task)
+        if public is None:
+            raise InputError(f"{self.name}: the global form needs prepare(task, public=(inputs, labels))")
+        source = source_of(generator)
+        sensitivity = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        weight = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        for example, label in zip(*public, strict=True):
+            batch = example[None], label[None]
+            gradients = task.gradients(*batch)
+            clipped = self.clipped(gradients)
+            for name, value in task.sensitivity(*batch, self.directions, generator=source).items():
+                sensitivity[name] += value * (clipped[name] == gradients[name]) / len(public[0])
+                weight[name] += clipped[name].square() / len(public[0])
+        measured = Measured(Tensors(sensitivity), Tensors(weight))
+        return Prepared(type(self)(**{**self.parameters, "measured": measured}), task)
+
+    def make_update(self, client: ClientRound) -> Update:
+        """Compute the client's update from defended steps."""
+        if self.form == "global":
+            self._check_prepared(client.task)
+        if self.every > 1:
+            if client.memory is None:
+                raise InputError(
+                    f"{self.name}: every={self.every} needs memory=, a mapping that is the client's own and lives "
+                    "through all rounds"
+                )
+            _start_round(client.memory, self.every)
+        return super().make_update(client)
+
+    def step(self, client: ClientRound) -> Gradients:
+        """Measure the sensitivity, or recall it, and defend."""
+        task, source, memory = client.task, client.source, client.memory
+        batch = client.inputs, client.targets
+        gradients = task.gradients(*batch)
+        checked_gradients(self.name, gradients)
+        if self.idle:
+            return gradients
+        if self.measured is not None:
+            return self.defend(gradients, *self.measured, source)
+        sensitivity = None if self.every == 1 else _recall(memory, gradients)
+        if sensitivity is None:
+            sensitivity = task.sensitivity(*batch, self.directions, generator=source)
+            if self.every > 1:
+                _remember(memory, sensitivity)
+        weight = {name: value.square() for name, value in gradients.items()}
+        return self.defend(gradients, sensitivity, weight, source)
+
+    def _check_prepared(self, task: Task) -> None:
+        if self.measured is None:
+            raise InputError(
+                f"{self.name}: the global form is not measured yet; call prepare(task, public=(inputs, labels)) once"
+            )
+        expected, got = shapes_of(self.measured.sensitivity), shapes_of(task.parameters)
+        if got != expected:
+            raise InputError(f"{self.name}: prepared for layers {expected}, got {got}; prepare it for this model")
+
+
+class SensitivityNoise(SensitivityDriven):
+    """One that adds noise: subclasses also write `variance`."""
+
+    has_adaptive_attacker = True
+
+    def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
+        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
+
+        In the local form the noise of each coordinate depends on the image and can only be guessed. Trusting all alike
+        then does as well on a LeNet, and better on a resnet18, where the guess misleads (experiments/adaptive).
+        """
+        if self.idle:
+            return NOTHING_TO_KNOW
+        of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
+        variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
+        typical = typical_variance(variance)  # 0: it only clips
+        expect = None if local else each_round(self.clipped)
+        weighted = Knowledge(
+            "trusts each coordinate by the noise it should have, weighs a prior",
+            expect=expect,
+            read=read_weighted(variance) if typical else None,
+            variance=typical,
+        )
+        if self.form == "global" or not typical:
+            return {"weighted": weighted}
+        mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
+        prior = Knowledge("weighs a prior by the mean noise", expect=expect, variance=mean)
+        return {"prior": prior, "weighted": weighted}
+
+    def checked(self, noisy: Gradients) -> Gradients:
+        """What may leave: finite values only."""
+        check_result(self, noisy)
+        return noisy
+
+    @abstractmethod
+    def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
+        """The noise variance of each coordinate, from its s^2 and g^2."""
+
+    def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
+        """The variance in use: known in the global form; in the local one that of random inputs, averaged."""
+        if self.measured is not None:
+            return self.variance(*self.measured)
+        generator = derived_generator(0, "guessed variance", device=task.device)
+        total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        for _ in range(GUESSES):
+            shape = (batch_size, *task.input_shape)
+            inputs = task.modality.start(shape, generator, dtype=task.dtype, device=task.device)
+            labels = task.random_labels(batch_size, generator)
+            weight = {name: value.square() for name, value in self.clipped(task.gradients(inputs, labels)).items()}
+            sensitivity = task.sensitivity(inputs, labels, self.directions, generator=generator)
+            for name, value in self.variance(sensitivity, weight).items():
+                total[name] += value / GUESSES
+        return total
+
+
+# What a client remembers of its sensitivity: the tensors, and for how many more rounds they serve.
+
+
+def _start_round(memory: Memory, every: int) -> None:
+    left = int(memory["rounds-left"]) if "rounds-left" in memory else 0
+    if left == 0:
+        for key in [key for key in memory if key.startswith("sensitivity/")]:
+            del memory[key]
+    memory["rounds-left"] = torch.tensor(left - 1 if left else every - 1)
+
+
+def _recall(memory: Memory | None, gradients: Gradients) -> Gradients | None:
+    assert memory is not None
+    if any(f"sensitivity/{name}" not in memory for name in gradients):
+        return None
+    return {name: memory[f"sensitivity/{name}"] for name in gradients}
+
+
+def _remember(memory: Memory | None, sensitivity: Gradients) -> None:
+    assert memory is not None
+    for name, value in sensitivity.items():
+        memory[f"sensitivity/{name}"] = value
+
+
+def optimal_variance(
+    sensitivity: Mapping[str, Tensor],
+    weight: Mapping[str, Tensor],
+    *,
+    std: float,
+    cap: float | None = None,
+    layerwise: bool = False,
+    where: Mapping[str, Tensor] | None = None,
+) -> Gradients:
+    r"""The noise variance of each coordinate that leaks least for its cost in utility, with mean ``std^2``.
+
+    .. math:: \Sigma_{ii} = \lambda \, s_i / \max(|g_i|, c)
+
+    minimises :math:`\sum_i s_i^2 / \Sigma_{ii}` at given :math:`\sum_i g_i^2 \Sigma_{ii}`. First the ratios are cut
+    at `cap` times their median, then they are scaled. Where nothing is sensitive at all the noise is uniform.
+
+    Args:
+        sensitivity: s^2 by layer.
+        weight: g^2 by layer.
+        std: square root of the mean variance.
+        cap: largest ratio, as a multiple of the median of those that are not zero; None: no limit.
+        layerwise: one variance a layer, of the sums over the layer.
+        where: True for coordinates that get noise; the others get none and do not count. Default: all.
+
+    >>> s2, g2 = {"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 1.0])}
+    >>> optimal_variance(s2, g2, std=3.0)["w"].tolist()  # s is 1 and 2
+    [6.0, 12.0]
+    """
+    names = [name for name, value in sensitivity.items() if value.numel()]
+    if where is not None:
+        sensitivity = {name: sensitivity[name] * where[name] for name in sensitivity}
+        weight = {name: weight[name] * where[name] for name in weight}
+    ratios: Gradients = {}
+    for name in names:
+        s2, g2, floor = sensitivity[name].double(), weight[name].double(), SMALLEST_GRADIENT**2
+        if layerwise:
+            s2, g2 = s2.sum().expand_as(s2), g2.sum().expand_as(g2)
+            floor *= g2.numel()
+        ratios[name] = (s2 / g2.clamp_min(floor)).sqrt()
+        if where is not None:
+            ratios[name] = ratios[name] * where[name]
+    flat = torch.cat([ratios[name].flatten() for name in names])
+    noisy = flat.numel() if where is None else sum(int(where[name].sum()) for name in names)
+    if cap is not None and bool((flat > 0).any()):
+        limit = cap * float(flat[flat > 0].median())
+        ratios = {name: value.clamp_max(limit) for name, value in ratios.items()}
+    total = math.fsum(float(value.sum()) for value in ratios.values())
+    if total == 0:
+        ratios = {name: torch.ones_like(ratios[name]) if where is None else where[name].double() for name in names}
+        total = float(noisy)
+    scale = std**2 * noisy / total if total else 0.0
+    return {
+        name: (scale * ratios[name]).to(value.dtype) if name in ratios else torch.zeros_like(value)
+        for name, value in sensitivity.items()
+    }
+
+
+def add_noise(gradients: Mapping[str, Tensor], variance: Mapping[str, Tensor], std: float, source: Source) -> Gradients:
+    """The gradients with independent normal noise of these variances, whose mean is `std` squared."""
+    return {name: source.add_normal(value, variance[name].sqrt(), typical=std) for name, value in gradients.items()}

@@ -1,0 +1,109 @@
+"""What a run of DP-SGD has spent: (epsilon, delta) from the dp-accounting library."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from gradveil.core import checks
+
+SAMPLINGS = ("fixed", "poisson")
+RELATIONS = {"fixed": "one example replaced by another", "poisson": "one example added or removed"}
+
+
+@dataclass(frozen=True)
+class PrivacySpent:
+    """A differential-privacy guarantee, and what it is a guarantee of.
+
+    Args:
+        epsilon: the privacy loss.
+        delta: the probability with which it may be larger.
+        sampling: how batches were drawn, which decides what neighbouring data sets are.
+        seeded: whether the noise came from a seeded generator. Then the guarantee is that of the mechanism which was
+            simulated; the updates themselves have none, for whoever sees some of the draws can compute the others.
+
+    Example:
+        >>> str(PrivacySpent(1.5, 1e-5, "fixed"))
+        'epsilon 1.5 at delta 1e-05 (one example replaced by another; fixed-size batches)'
+    """
+
+    epsilon: float
+    delta: float
+    sampling: str
+    seeded: bool = False
+
+    def __str__(self) -> str:
+        batches = "fixed-size" if self.sampling == "fixed" else "Poisson-sampled"
+        about = f"{RELATIONS[self.sampling]}; {batches} batches"
+        if self.seeded:
+            about += "; simulated with a seeded generator, in use only without one"
+        return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({about})"
+
+
+@lru_cache(maxsize=1024)
+def privacy_spent(
+    *,
+    noise_multiplier: float,
+    rounds: int,
+    batch_size: int,
+    examples: int,
+    delta: float,
+    sampling: str = "fixed",
+    passes: int = 1,
+) -> PrivacySpent:
+    r"""Epsilon of `rounds` rounds of clipped and noised gradients on batches drawn from `examples` examples.
+
+    With ``"fixed"``, a batch of exactly `batch_size` different examples is drawn each round, and neighbouring data
+    sets differ in one example that is *replaced*. Replacing moves a sum of gradients clipped to C by up to 2 C, so
+    noise of standard deviation ``noise_multiplier * C`` counts only half. Computed by Rényi accounting (Wang, Balle
+    and Kasiviswanathan, AISTATS 2019), an upper bound.
+
+    With ``"poisson"``, every example is drawn with probability ``batch_size / examples`` independently, and
+    neighbouring data sets differ by one example that is *added or removed*. Computed by privacy-loss distributions,
+    tight up to discretisation. This is the setting of most published figures; the two kinds of epsilon must not be
+    compared with each other.
+
+    Args:
+        noise_multiplier: standard deviation of the noise on the *sum* of clipped gradients, in units of the clip.
+        rounds: rounds in which a batch was drawn.
+        batch_size: size of the batch, or its expectation.
+        examples: examples it was drawn from.
+        delta: must be well below 1 / examples to mean anything.
+        sampling: ``"fixed"`` or ``"poisson"``.
+        passes: noised gradients each drawn example takes part in, in a round (local epochs). Above 1, the drawing of
+            batches is not counted as protection: the theorems on sampling behind these figures are about one Gaussian
+            mechanism a batch, and what is sure of several, each of which sees the ones before, is their composition.
+
+    >>> privacy_spent(noise_multiplier=1.1, rounds=100, batch_size=10, examples=1000, delta=1e-5).epsilon > 1
+    True
+    """
+    owner = "privacy_spent"
+    checks.number(owner, "noise_multiplier", noise_multiplier, low=0)
+    checks.integer(owner, "rounds", rounds, low=0)
+    checks.integer(owner, "examples", examples, low=1)
+    checks.integer(owner, "batch_size", batch_size, low=1, high=examples)
+    checks.number(owner, "delta", delta, above=0, below=1)
+    checks.choice(owner, "sampling", sampling, SAMPLINGS)
+    checks.integer(owner, "passes", passes, low=1)
+    if rounds == 0:
+        return PrivacySpent(0.0, delta, sampling)
+    if noise_multiplier == 0:
+        return PrivacySpent(math.inf, delta, sampling)
+    # Imported here: it takes a second, and only dp-sgd needs it.
+    import dp_accounting
+    from dp_accounting import pld, rdp
+
+    relation = dp_accounting.NeighboringRelation
+    accountant: dp_accounting.PrivacyAccountant
+    event: dp_accounting.DpEvent
+    if sampling == "fixed":
+        event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
+        if passes == 1:
+            event = dp_accounting.SampledWithoutReplacementDpEvent(examples, batch_size, event)
+        accountant = rdp.RdpAccountant(neighboring_relation=relation.REPLACE_ONE)
+    else:
+        event = dp_accounting.GaussianDpEvent(noise_multiplier)
+        if passes == 1:
+            event = dp_accounting.PoissonSampledDpEvent(batch_size / examples, event)
+        accountant = pld.PLDAccountant(relation.ADD_OR_REMOVE_ONE)
+    accountant.compose(event, rounds * passes)
+    return PrivacySpent(float(accountant.get_epsilon(delta)), delta, sampling)

@@ -1,0 +1,120 @@
+"""Tensors on disk: safetensors files that are there whole or not at all, and that show every later change.
+
+Each file carries the SHA-256 of all its other bytes: the tensors, their names, shapes and types, and the text about
+them. It is checked before anything in the file is believed. It finds damage, not forgery: whoever can write to the
+folder can also compute a new digest.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as tensors_from
+from safetensors.torch import save as bytes_of
+from torch import Tensor
+
+from gradveil.core.errors import DataError, OutputError
+from gradveil.core.folders import replace_file
+
+ABOUT = "gradveil"
+"""The entry of a file's metadata that holds our JSON."""
+
+DIGEST = "sha256"
+"""The entry of a file's metadata that holds the digest, taken with zeros in its place."""
+
+_ZEROS = 64 * b"0"
+# Unescaped quotes: inside names and our own text, JSON would have put a backslash before each.
+_DIGEST_ENTRY = re.compile(rb'"%s":"([0-9a-f]{64})"' % DIGEST.encode())
+_PREFIX = 8  # bytes that hold the length of the header
+
+
+def save_atomically(path: Path, tensors: Mapping[str, Tensor], about: Any) -> str:
+    """Write tensors, and `about` as JSON beside them; whoever reads finds the file before this or the one after.
+
+    Returns:
+        the file's digest, for `load`.
+    """
+    metadata = {ABOUT: json.dumps(about), DIGEST: _ZEROS.decode()}
+    try:
+        content = bytes_of({name: value.contiguous() for name, value in tensors.items()}, metadata)
+    except SafetensorError as error:
+        raise OutputError(f"{path}: expected tensors that can be saved, got others: {error}") from error
+    place = _digest_place(content)
+    assert place is not None
+    digest = _digest(content, place)
+    view = memoryview(content)
+    replace_file(path, [view[: place.start], digest.encode(), view[place.stop :]])
+    return digest
+
+
+def load(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a file that `save_atomically` wrote, and what it says about them.
+
+    Args:
+        path: the file.
+        digest: what `save_atomically` returned for it; None: whatever the file itself says.
+    """
+    content = _checked_content(path, digest)
+    try:
+        header = json.loads(content[_PREFIX : _PREFIX + _header_length(content)])
+        about = json.loads(header["__metadata__"][ABOUT])
+        return tensors_from(content), about
+    # What it says was written by somebody who can compute digests, so anything can be in it.
+    except (SafetensorError, LookupError, ValueError, TypeError, RecursionError, AssertionError, RuntimeError) as error:
+        raise DataError(f"{path}: expected a file that gradveil wrote, got something else: {_line(error)}") from error
+
+
+def check(path: Path, digest: str) -> None:
+    """Raise unless the file is, to the bit, the one for which `save_atomically` returned this digest."""
+    _checked_content(path, digest)
+
+
+def _checked_content(path: Path, digest: str | None) -> bytes:
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: expected a file that gradveil wrote, got no such file; start anew") from error
+    except OSError as error:
+        raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
+    place = _digest_place(content)
+    if place is None:
+        raise DataError(f"{path}: expected a file that gradveil wrote, got something else: it carries no digest")
+    said = content[place].decode()
+    if _digest(content, place) != said:
+        raise DataError(
+            f"{path}: expected a file as gradveil wrote it, got one that was damaged or changed since (its digest does "
+            "not fit); bring back a copy or start anew"
+        )
+    if digest is not None and digest != said:
+        raise DataError(
+            f"{path}: expected the file that the checkpoint was saved with, got another one (of another round, client "
+            "or training); bring that one back or start anew"
+        )
+    return content
+
+
+def _digest(content: bytes, place: slice) -> str:
+    view = memoryview(content)
+    state = hashlib.sha256(view[: place.start])
+    state.update(_ZEROS)
+    state.update(view[place.stop :])
+    return state.hexdigest()
+
+
+def _digest_place(content: bytes) -> slice | None:
+    """Where the digest stands; None if it is not exactly one in the header."""
+    places = [match.span(1) for match in _DIGEST_ENTRY.finditer(content, _PREFIX, _PREFIX + _header_length(content))]
+    return slice(*places[0]) if len(places) == 1 else None
+
+
+def _header_length(content: bytes) -> int:
+    return min(int.from_bytes(content[:_PREFIX], "little"), len(content))
+
+
+def _line(error: Exception) -> str:
+    """An error on one line: torch's come with several."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,163 @@
+"""What a strategy and its clients write into Flower's messages, and how the other side reads it."""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from gradveil.core import checks
+from gradveil.core.errors import InputError
+from gradveil.defenses import Defense
+from gradveil.update import Announced, Update, wire
+
+INSTRUCTIONS = "gradveil"
+LOCATIONS = "gradveil.locations"
+UPDATE = "gradveil.update"
+OUR_RECORDS = (INSTRUCTIONS, LOCATIONS, UPDATE)
+WEIGHT = "num-examples"
+
+
+def bytes_record(data: bytes) -> ArrayRecord:
+    """Bytes as Flower carries arrays: in chunks, so that an update may be of any size."""
+    return ArrayRecord({"bytes": Array("uint8", (len(data),), "gradveil.wire", data)})
+
+
+def bytes_of(content: RecordDict, key: str) -> bytes | None:
+    """What `bytes_record` was made of; None: there is no such record."""
+    record = content.array_records.get(key)
+    if record is None:
+        return None
+    if list(record) != ["bytes"]:
+        raise InputError(f"flower: expected one array of bytes as {key!r}, got {sorted(record)}")
+    return record["bytes"].data
+
+
+def model_arrays(content: RecordDict, whose: str) -> tuple[str, ArrayRecord]:
+    """The one record of arrays in a message that is not ours, and its key."""
+    found = {key: record for key, record in content.array_records.items() if key not in OUR_RECORDS}
+    if len(found) != 1:
+        raise InputError(
+            f"flower: expected one ArrayRecord, the model, in {whose}, got {sorted(found)}; "
+            "arrays beside the model would leave undefended"
+        )
+    return next(iter(found.items()))
+
+
+def size_of(content: RecordDict) -> int:
+    """The length of a message's records in bytes."""
+    return sum(record.count_bytes() for record in content.values())
+
+
+@dataclass(frozen=True)
+class Instructions:
+    """What a `GradveilStrategy` tells the clients of a round.
+
+    Args:
+        round: its number, from 1.
+        lr: the rate with which an update becomes a step.
+        defense: what the clients must defend with.
+        announce: whether an announcement is asked for, and not an update.
+
+    Example:
+        >>> dict(Instructions(3, 0.1, "none").record())
+        {'round': 3, 'lr': 0.1, 'defense': 'none', 'announce': False}
+    """
+
+    round: int
+    lr: float
+    defense: str
+    announce: bool = False
+
+    def record(self) -> ConfigRecord:
+        """As they stand in a message."""
+        return ConfigRecord(dataclasses.asdict(self))
+
+    @classmethod
+    def of(cls, message: Message) -> "Instructions | None":
+        """Those in a train message; None: it has none."""
+        record = message.content.config_records.get(INSTRUCTIONS)
+        if record is None:
+            return None
+        expected = {field.name for field in dataclasses.fields(cls)}
+        if set(record) != expected:
+            raise InputError(
+                f"flower: expected instructions {sorted(expected)} from the server, got {sorted(record)}; use one "
+                "version of gradveil on both sides"
+            )
+        return cls(
+            checks.integer("flower", "the server's round", record["round"], low=1),
+            checks.number("flower", "the server's lr", record["lr"], above=0),
+            str(record["defense"]),
+            checks.flag("flower", "the server's announce", record["announce"]),
+        )
+
+    def check_defense(self, defense: Defense) -> None:
+        """Refuse a server that expects another defense than the client's."""
+        if self.defense != str(defense):
+            raise InputError(
+                f"flower: this client defends with {defense}, the server's strategy expects {self.defense}; "
+                "use one on both sides"
+            )
+
+    @classmethod
+    def required(cls, message: Message) -> "Instructions":
+        """Those in a train message; without them nothing is sent as bytes."""
+        found = cls.of(message)
+        if found is None:
+            raise InputError(
+                "flower: the train message comes from a server without GradveilStrategy, which could not read the "
+                'update; wrap the strategy there, or use defense_mod(..., send="dense")'
+            )
+        return found
+
+
+def announced(message: Message) -> Announced | None:
+    """What the elected client of this round announced, for ``defense.share(..., announced=...)``; mostly None.
+
+    The server passes it on, so it is read as a stranger's: whatever it declares, no more is allocated than the model in
+    the message is large, and only layers of that model are accepted.
+    """
+    data = bytes_of(message.content, LOCATIONS)
+    if data is None:
+        return None
+    model = model_arrays(message.content, "the train message")[1].to_torch_state_dict()
+    locations = wire.decode_locations(data, max_values=sum(value.numel() for value in model.values()))
+    for name, value in locations.items():
+        shape = list(model[name].shape) if name in model else "no such layer"
+        if list(value.shape) != shape:
+            raise InputError(
+                f"flower: expected announced locations of the model's layers, got {list(value.shape)} for {name!r}, "
+                f"which has {shape}"
+            )
+    return locations
+
+
+def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[str, float] | None = None) -> Message:
+    """The answer to a train message of a `GradveilStrategy`: an update as bytes, for defenses that need the data.
+
+    Args:
+        message: the train message.
+        update: what ``defense.share`` made; how many samples it says to stand on is its weight.
+        defense: the one that made it.
+        metrics: figures to send along; nothing protects them.
+    """
+    instructions = Instructions.required(message)
+    instructions.check_defense(defense)
+    figures = MetricRecord({WEIGHT: update.meta.samples, **(metrics or {})})
+    sent = update_record(update, instructions, defense.locations(announced(message)))
+    return Message(RecordDict({UPDATE: sent, "metrics": figures}), reply_to=message)
+
+
+def update_record(update: Update, instructions: Instructions, locations: Announced | None) -> ArrayRecord:
+    """An update as it travels in this round."""
+    sent = Update(update, dataclasses.replace(update.meta, round=instructions.round))
+    return bytes_record(wire.encode(sent, locations=locations))
+
+
+def announcement(message: Message, locations: Announced | None) -> Message:
+    """The answer to a message that asks for an announcement."""
+    content = RecordDict()
+    if locations is not None:
+        content[LOCATIONS] = bytes_record(wire.encode_locations(locations))
+    return Message(content, reply_to=message)

@@ -1,0 +1,270 @@
+"""The tables of a report, ready to print, to show and to sort."""
+
+import csv
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+
+from gradveil.audit.rows import MatchRow, MethodId, UtilityRow
+from gradveil.audit.statistics import Interval, rank
+from gradveil.metrics import Metric
+from gradveil.report._scores import (
+    Score,
+    closeness_of,
+    difference_to_plain,
+    difference_to_undefended,
+    scores,
+    strongest,
+)
+from gradveil.report._text import percent, ratio, seconds, size
+from gradveil.report.read import UNDEFENDED, Audit
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One entry: the text to read, the value to sort by (None sorts last) and a remark in small type.
+
+    `leaked` marks a count of recovered victims; `history` is a curve to draw in place of the text.
+    """
+
+    text: str
+    value: float | str | None
+    note: str = ""
+    leaked: bool | None = None
+    history: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Column:
+    """A heading, and what the column means in one sentence; an `optional` one is left out where no row has a value."""
+
+    title: str
+    hint: str
+    numeric: bool = True
+    optional: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns and rows of equal length.
+
+    Example:
+        >>> table = Table((Column("PSNR", "higher is closer"),), ((Cell("34.2", 34.21, "30.0–38.1"),),))
+        >>> table.texts()
+        [['34.2 (30.0–38.1)']]
+        >>> table.csv()
+        'PSNR\\n34.21\\n'
+    """
+
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+
+    def texts(self) -> list[list[str]]:
+        """The rows as plain text for a terminal."""
+        return [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in self.rows]
+
+    def csv(self) -> str:
+        """The values, unrounded, as comma-separated lines below their headings."""
+        text = StringIO()
+        values = [[cell.value for cell in row] for row in self.rows]
+        csv.writer(text, lineterminator="\n").writerows([[column.title for column in self.columns], *values])
+        return text.getvalue()
+
+
+def attack_table(audit: Audit) -> Table:
+    """A row for each defense and attack, and one for the blind guess, which knows nothing of the victim."""
+    primary, unit = audit.primary, audit.modality.unit
+    others = [metric for metric in audit.metrics if metric.column and metric != primary]
+    results = scores(audit)
+    bounded = any(result.bound_mse is not None for result in results.values())
+    columns = [
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Attack", f"Who tried to rebuild the {unit} from the update.", numeric=False),
+        Column("Leaked", "Victims recovered, of all victims attacked."),
+        Column(
+            primary.heading,
+            f"Median over the victims and its 95 % interval. {primary.better.capitalize()} is closer to the original.",
+        ),
+        Column(
+            "vs. undefended",
+            f"Median over the victims of the {primary.title} under the defense minus that without one, and its 95 % "
+            "interval.",
+        ),
+        Column(
+            "vs. plain",
+            f"Median over the victims of the adaptive attacker's {primary.title} minus the plain one's; 95 % interval.",
+            optional=True,
+        ),
+        # What can be got is shown as missing.
+        *(Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None) for m in others),
+        Column("MSE", "Mean squared error over the victims.", optional=True),
+        Column(
+            "Bound",
+            f"The least mean squared error that any attacker can reach on {unit}s smoothed by N(0, 0.1²), if a bound "
+            f"is known. The attacked {unit}s are not smoothed.",
+            optional=True,
+        ),
+        Column("Label", "How often the attacker knew the right label."),
+        Column("Time", "Median time of the attack per victim."),
+    ]
+
+    def cells(defense: str | None, attack: MethodId, result: Score) -> Iterator[Cell]:
+        undefended = defense in (None, UNDEFENDED)
+        yield Cell(defense or MISSING, defense)
+        yield Cell(audit.short(attack), attack.words)
+        yield _leaked(result) if defense else Cell(MISSING, None)
+        yield _primary(primary, result)
+        yield _difference(primary, None if undefended else difference_to_undefended(audit, defense or "", attack))
+        yield _difference(primary, difference_to_plain(audit, defense or "", attack))
+        yield from (_cell(result.medians[metric.name], f"{{:.{metric.digits}f}}".format) for metric in others)
+        yield _cell(result.mse if bounded else None, "{:.4f}".format)
+        unbounded = "no bound" if defense else MISSING
+        yield Cell(unbounded if result.bound_mse is None else f"{result.bound_mse:.2g}", result.bound_mse)
+        yield _share(result.label_correct)
+        yield _cell(result.seconds, seconds)
+
+    return _table(columns, (cells(*pair, result) for pair, result in results.items()))
+
+
+def utility_table(audit: Audit) -> Table:
+    """A row for each defense whose training was measured, compared with the undefended run."""
+    measured = [audit.utility[defense] for defense in audit.defenses if defense in audit.utility]
+    unit, base = audit.modality.unit, audit.utility.get(UNDEFENDED)
+    guaranteed = any(row.privacy for row in measured)
+    columns = [
+        Column("Defense", "What every client did to its updates during training.", numeric=False),
+        Column("Accuracy", "Test accuracy of the model trained under the defense."),
+        Column("PMM", "Accuracy with the defense divided by accuracy without. 100 % costs nothing."),
+        Column("Loss", "Test loss of the model trained under the defense."),
+        Column("Round time", "Time of one round of training, and against the undefended run."),
+        Column("Upload", "Bytes one client sends in a round, and against the undefended run."),
+        Column("Download", "Bytes one client receives in a round, and against the undefended run."),
+        *[Column("Guarantee", f"Differential privacy of one training {unit}, where there is a proof.")] * guaranteed,
+        Column("Training", "Accuracy over the rounds, from 0 to 100 %.", optional=True),
+    ]
+
+    def cells(row: UtilityRow) -> Iterator[Cell]:
+        yield Cell(row.defense_spec, row.defense_spec)
+        yield _share(row.accuracy)
+        yield _share(row.pmm)
+        yield Cell("diverged", None) if row.diverged is not None else _cell(row.loss, "{:.3f}".format)
+        yield _cell(row.round_seconds, seconds, base.round_seconds if base else None)
+        yield _cell(row.upload_bytes, size, base.upload_bytes if base else None)
+        yield _cell(row.download_bytes, size, base.download_bytes if base else None)
+        if guaranteed:
+            yield Cell(row.privacy or "none", row.epsilon)
+        drawn = len(row.history) > 1
+        yield Cell("" if drawn else MISSING, row.accuracy if drawn else None, history=row.history)
+
+    return _table(columns, map(cells, measured))
+
+
+def ranking(audit: Audit) -> Table:
+    """A row for each defense that was attacked, the most private first; the order is no more than its `Rank`."""
+    found = {defense: best for defense in audit.real_defenses if (best := strongest(audit, defense))}
+    primary = audit.primary
+    places = rank({defense: closeness_of(audit, audit.of(defense, attack)) for defense, (attack, _) in found.items()})
+    columns = (
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column(
+            "Strongest attack",
+            f"The attack with the {primary.better.replace('er', 'est')} median {primary.title} under the defense.",
+            numeric=False,
+        ),
+        Column(
+            "Rank",
+            "Place by privacy as far as the 95 % intervals of the paired differences tell; a range where they do not.",
+        ),
+        Column(primary.heading, "Of the strongest attack: median over the victims and its 95 % interval."),
+        Column("Leaked", "Victims recovered by the strongest attack."),
+        Column("PMM", "Accuracy with the defense divided by accuracy without."),
+    )
+    order = sorted(found, key=lambda one: (places[one], primary.closeness(found[one][1].median)))
+
+    def cells(defense: str) -> Iterator[Cell]:
+        attack, result = found[defense]
+        yield Cell(defense, defense)
+        yield Cell(audit.short(attack), attack.words)
+        yield Cell(str(places[defense]), places[defense].best)
+        yield _primary(primary, result)
+        yield _leaked(result)
+        yield _share(audit.utility[defense].pmm if defense in audit.utility else None)
+
+    return _table(columns, map(cells, order))
+
+
+def match_table(audit: Audit) -> Table:
+    """A row for each defense whose strength was chosen so that it costs the price."""
+    columns = (
+        Column("Asked for", "The defense as it was named.", numeric=False),
+        Column("Audited", "The same defense at the strength that costs the price.", numeric=False),
+        Column("Cost", "What it costs at that strength."),
+        Column("Tries", "Strengths that were tried."),
+    )
+
+    def cells(row: MatchRow) -> Iterator[Cell]:
+        yield Cell(row.asked, row.asked)
+        yield Cell(row.found or "left out", row.found)
+        yield _cell(row.cost, partial(price, row.kind))
+        yield Cell(str(row.tries), row.tries)
+
+    return _table(columns, map(cells, audit.matches))
+
+
+def price(kind: str, value: float) -> str:
+    """A cost of one kind in words.
+
+    >>> price("accuracy", 0.95), price("power", 0.5)
+    ('95 %', '0.5')
+    """
+    return f"{value:.3g}" if kind == "power" else percent(value)
+
+
+def tolerance(row: MatchRow) -> str:
+    """How far from the price a defense may be."""
+    return f"{row.tolerance:.2g}" if row.kind == "power" else f"{100 * row.tolerance:.2g} %"
+
+
+def _table(columns: Sequence[Column], rows: Iterable[Iterable[Cell]]) -> Table:
+    cells = [tuple(row) for row in rows]
+    kept = [
+        place
+        for place, column in enumerate(columns)
+        if not column.optional or any(row[place].value is not None for row in cells)
+    ]
+    return Table(tuple(columns[place] for place in kept), tuple(tuple(row[place] for place in kept) for row in cells))
+
+
+def _primary(metric: Metric, result: Score) -> Cell:
+    return Cell(metric.figure(result.median), result.median, _range(metric, result.interval))
+
+
+def _difference(metric: Metric, found: Interval | None) -> Cell:
+    if found is None:
+        return Cell(MISSING, None)
+    sign = "+" if round(found.estimate, metric.digits) > 0 else ""
+    return Cell(f"{sign}{metric.figure(found.estimate)}".replace("-", "−"), found.estimate, _range(metric, found))
+
+
+def _range(metric: Metric, found: Interval) -> str:
+    """The interval, if there were victims enough for one."""
+    return f"{metric.figure(found.low)} … {metric.figure(found.high)}".replace("-", "−") if found.known else ""
+
+
+def _leaked(result: Score) -> Cell:
+    share = result.leaked / result.victims
+    return Cell(f"{result.leaked} of {result.victims:,}", share, leaked=result.leaked > 0)
+
+
+def _share(value: float | None) -> Cell:
+    return _cell(value, lambda share: f"{100 * share:.1f} %")
+
+
+def _cell(value: float | None, words: Callable[[float], str], base: float | None = None) -> Cell:
+    """A value in words, and against that of the undefended run."""
+    if value is None:
+        return Cell(MISSING, None)
+    return Cell(words(value), value, ratio(value / base) if base else "")

@@ -1,0 +1,35 @@
+"""What leaves a client, how it came about, and the bytes it travels as (`gradveil.update.wire`)."""
+
+from gradveil.update.local_steps import (
+    LocalSteps,
+    sizes_of,
+    squared_weight_of,
+    step_weights,
+    steps_of,
+    weight_of,
+    with_momentum,
+)
+from gradveil.update.rounds import Announced, ClientRound, ClientState, Memory, ServerRound
+from gradveil.update.update import MAX_BITS, Grid, Meta, Rounds, Update, compute_update, weighted_mean
+
+__all__ = [
+    "MAX_BITS",
+    "Announced",
+    "ClientRound",
+    "ClientState",
+    "Grid",
+    "LocalSteps",
+    "Memory",
+    "Meta",
+    "Rounds",
+    "ServerRound",
+    "Update",
+    "compute_update",
+    "sizes_of",
+    "squared_weight_of",
+    "step_weights",
+    "steps_of",
+    "weight_of",
+    "weighted_mean",
+    "with_momentum",
+]

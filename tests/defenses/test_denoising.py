@@ -1,0 +1,58 @@
+"""Taking noise out of images."""
+
+import numpy as np
+import pytest
+import torch
+from skimage.restoration import denoise_tv_chambolle
+
+from gradveil.defenses import _denoising as denoising
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def picture() -> torch.Tensor:
+    """A disc on a slope, in three colours."""
+    down, across = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
+    disc = ((down**2 + across**2) < 0.4).float()
+    return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
+
+
+def test_it_is_the_total_variation_minimum_that_scikit_image_finds():
+    # A grey image: scikit-image smooths the channels of a colour image one by one.
+    noisy = (picture()[:, :1] + 0.2 * torch.randn(1, 1, 32, 32, generator=seeded())).double()
+    expected = denoise_tv_chambolle(noisy[0, 0].numpy(), weight=0.1, eps=1e-9, max_num_iter=3000)
+    moved = np.sqrt(np.mean((expected - noisy[0, 0].numpy()) ** 2))
+    found = denoising.denoise(noisy, torch.tensor([moved]))[0, 0].numpy()
+    assert np.abs(found - expected).max() < 0.01
+
+
+@pytest.mark.parametrize("deviation", [0.02, 0.1, 0.3])
+def test_it_goes_as_far_as_it_is_told(deviation):
+    noisy = picture().repeat(2, 1, 1, 1) + 0.3 * torch.randn(2, 3, 32, 32, generator=seeded())
+    moved = (denoising.denoise(noisy, torch.full((2,), deviation)) - noisy).square().mean(dim=(1, 2, 3)).sqrt()
+    torch.testing.assert_close(moved, torch.full((2,), deviation), rtol=1e-2, atol=0)
+
+
+def test_divergence_is_minus_the_transpose_of_the_derivatives():
+    image = torch.randn(2, 3, 5, 7, generator=seeded(), dtype=torch.float64)
+    field = torch.randn(2, 2, 3, 5, 7, generator=seeded(1), dtype=torch.float64)
+    left = (denoising._derivatives(image) * field).sum()
+    torch.testing.assert_close(left, -(image * denoising._divergence(field)).sum())
+
+
+def test_each_image_by_itself():
+    noisy = torch.rand(3, 1, 12, 12, generator=seeded())
+    wanted = torch.tensor([0.05, 0.1, 0.2])
+    together = denoising.denoise(noisy, wanted)
+    alone = torch.cat([denoising.denoise(noisy[i : i + 1], wanted[i : i + 1]) for i in range(3)])
+    torch.testing.assert_close(together, alone)
+
+
+@pytest.mark.parametrize("deviation", [0.05, 0.2])
+def test_the_noise_is_measured(deviation):
+    noisy = picture().repeat(4, 1, 1, 1) + deviation * torch.randn(4, 3, 32, 32, generator=seeded())
+    estimate = denoising.noise_deviation(noisy)
+    assert estimate.shape == (4,)
+    assert estimate.mean().item() == pytest.approx(deviation, rel=0.25)
