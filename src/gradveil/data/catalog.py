@@ -47,7 +47,7 @@ class Entry:
         classes: the class names, for formats that carry only numbers; empty where the files name them.
         packages: the packages that together hold it; empty if no package client has it.
         by_hand: what to do where no client helps: which files to put where.
-        embedded: whether a part of it comes with gradveil's own dependencies.
+        embedded: whether a part of it comes with gradveil.
         grey: whether its images have one channel.
 
     Example:

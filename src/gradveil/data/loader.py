@@ -12,10 +12,12 @@ from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.core.registry import Registry
 from gradveil.data import catalog, places
 from gradveil.data._arrays import Array, Arrays, Labelled, images_at_once, resize
-from gradveil.data._embedded import SOURCE as EMBEDDED_SOURCE
-from gradveil.data._embedded import read_embedded_mnist
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
+
+EMBEDDED = Path(__file__).with_name("digits.npz")
+"""5,000 real MNIST digits, 500 of each class, that come with the package; `scripts/pack_digits.py` makes the file."""
+EMBEDDED_SOURCE = "embedded digits"
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
@@ -70,7 +72,7 @@ def _load_named(name: str, size: int | None) -> Dataset:
         source = next(file for file in entry.files if path.match(file))
         return _dataset(name, source, read(path, size), entry.classes, size)
     if entry.embedded:
-        return _dataset(name, EMBEDDED_SOURCE, read_embedded_mnist(), entry.classes, size)
+        return _dataset(name, EMBEDDED_SOURCE, read(EMBEDDED), entry.classes, size)
     raise places.missing(name)
 
 
