@@ -9,6 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradveil.core import checks
+from gradveil.core.extras import OptionalModule
+
+stats = OptionalModule("scipy.stats", "a confidence interval")  # takes a second to import
 
 LEVEL = 0.95
 RESAMPLES = 4000
@@ -138,9 +141,7 @@ def possible_share(found: int, victims: int, *, level: float = LEVEL) -> float:
     >>> round(possible_share(0, 8), 2), round(possible_share(0, 3), 2)
     (0.31, 0.63)
     """
-    from scipy.stats import beta  # takes a second to import, and most of the program needs none of it
-
-    return 1.0 if found >= victims else float(beta.ppf(level, found + 1, victims - found))
+    return 1.0 if found >= victims else float(stats.beta.ppf(level, found + 1, victims - found))
 
 
 @lru_cache(maxsize=8)

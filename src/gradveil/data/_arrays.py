@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from gradveil.core.errors import DataError
+from gradveil.core.errors import DataError, GradveilError
 
 Array = npt.NDArray[Any]
 Labelled = tuple[Array, Array]
@@ -41,7 +41,7 @@ def reading(path: Path, what: str, remedy: str = "get it again") -> Iterator[Non
     """Turn whatever a parser raises on a broken file into a `DataError` that names the file."""
     try:
         yield
-    except DataError:
+    except GradveilError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

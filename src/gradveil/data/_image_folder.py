@@ -2,13 +2,16 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from gradveil.core.errors import DataError
+from gradveil.core.extras import OptionalModule
 from gradveil.data._arrays import Array, Arrays, listing, reading, resize
 from gradveil.data._limits import MOST_PIXELS, check_size
+
+pillow, operations = (OptionalModule(f"PIL.{name}", "reading image files") for name in ("Image", "ImageOps"))
 
 # Named one by one: Pillow also knows formats that start other programs (PostScript) or that nobody needs here.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -80,18 +83,18 @@ def _read_image(path: Path, pixels: int, stored: int) -> Array:
     with reading(path, "an 8-bit image", "convert it or move it out"):
         if not path.is_file():
             raise ValueError("it is not a file")
-        with Image.open(path, formats=FORMATS) as image:
+        with pillow.open(path, formats=FORMATS) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}")
             if image.mode in ("I", "F") or image.mode.startswith("I;"):
                 raise ValueError(f"its mode {image.mode} has more than 8 bits a channel")
             channels = 1 if image.mode in _GREY else 3
             check_size(pixels + image.width * image.height * channels, stored + path.stat().st_size)
-            ImageOps.exif_transpose(image, in_place=True)
+            operations.exif_transpose(image, in_place=True)
             return _pixels(image)
 
 
-def _pixels(image: Image.Image) -> Array:
+def _pixels(image: Any) -> Array:
     """The pixels [H, W, C] with one channel for grey and three for colour."""
     grey = image.mode in _GREY
     pixels = np.empty((image.height, image.width, 1 if grey else 3), np.uint8)

@@ -15,15 +15,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
 
 from gradveil.core.errors import DataError
+from gradveil.core.extras import OptionalModule
 from gradveil.data._arrays import Array, Arrays, Labelled, labelled, listing, reading
 from gradveil.data._image_folder import read_image_folder
 from gradveil.data._limits import MOST_PIXELS, check_size, fill
 from gradveil.data._matlab import read_matrices
 from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.npz import read_arrays
+
+pillow = OptionalModule("PIL.Image", "reading image files")
 
 
 def read(path: Path, size: int | None = None) -> Arrays:
@@ -106,7 +108,7 @@ def _unpack_jpegs(path: Path, arrays: Mapping[str, Array], split: str) -> Array:
             raise ValueError(f"offsets_{split} must rise from 0 to {len(data)}")
         images: Array = np.empty(0)
         for place, (start, end) in enumerate(itertools.pairwise(offsets)):
-            with Image.open(io.BytesIO(data[start:end].tobytes()), formats=["JPEG"]) as image:
+            with pillow.open(io.BytesIO(data[start:end].tobytes()), formats=["JPEG"]) as image:
                 shape = (image.height, image.width, 3)
                 if place == 0:
                     if image.height * image.width > MOST_PIXELS:
@@ -218,7 +220,7 @@ _LARGEST_LABELS = 16 * 2**20
 
 
 def _read_sheet(path: Path) -> Array:
-    with reading(path, "a PNG sheet of 1,024 RGB pixels a row"), Image.open(path, formats=["PNG"]) as sheet:
+    with reading(path, "a PNG sheet of 1,024 RGB pixels a row"), pillow.open(path, formats=["PNG"]) as sheet:
         if sheet.mode != "RGB" or sheet.width != 1024:
             raise ValueError(f"it is {sheet.mode} and {sheet.width} wide")
         if sheet.height > _MOST_ROWS:

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import platformdirs
-
 from gradveil.core.errors import DataError
+from gradveil.core.extras import OptionalModule
 from gradveil.data import catalog
+
+platformdirs = OptionalModule("platformdirs", "finding the user's cache folder")
 
 USER_FOLDER = "GRADVEIL_DATA"
 CACHE_FOLDER = "GRADVEIL_CACHE"

@@ -6,16 +6,26 @@ family: values are rounded to 1/255. Where an image is moved, what comes in from
 """
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import Image, ImageEnhance, ImageOps
 from torch import Tensor
 
 from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.extras import OptionalModule
 from gradveil.core.registry import suggest
 
-Picture = Image.Image
+if TYPE_CHECKING:
+    from PIL import Image, ImageEnhance, ImageOps
+
+    Picture = Image.Image
+else:
+    Picture = object
+    Image, ImageEnhance, ImageOps = (
+        OptionalModule(f"PIL.{name}", "ats") for name in ("Image", "ImageEnhance", "ImageOps")
+    )
+
 SEPARATOR = ">"
 OUTSIDE = 128  # mid-grey
 
@@ -46,10 +56,10 @@ _WITH_AMOUNT: dict[str, tuple[Callable[[Picture, float], Picture], tuple[float, 
     "sharpness": (lambda p, a: ImageEnhance.Sharpness(p).enhance(a), (0.1, 0.5, 1.5, 1.9)),
 }
 _WITHOUT_AMOUNT: dict[str, Callable[[Picture], Picture]] = {
-    "invert": ImageOps.invert,
-    "equalize": ImageOps.equalize,
-    "autocontrast": ImageOps.autocontrast,
-    "flip": ImageOps.mirror,
+    "invert": lambda p: ImageOps.invert(p),
+    "equalize": lambda p: ImageOps.equalize(p),
+    "autocontrast": lambda p: ImageOps.autocontrast(p),
+    "flip": lambda p: ImageOps.mirror(p),
 }
 
 

@@ -5,6 +5,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from gradveil.core import checks
+from gradveil.core.extras import OptionalModule
+
+dp_accounting, pld, rdp = (
+    OptionalModule(f"dp_accounting{part}", "the epsilon of dp-sgd") for part in ("", ".pld", ".rdp")
+)
 
 SAMPLINGS = ("fixed", "poisson")
 RELATIONS = {"fixed": "one example replaced by another", "poisson": "one example added or removed"}
@@ -88,13 +93,7 @@ def privacy_spent(
         return PrivacySpent(0.0, delta, sampling)
     if noise_multiplier == 0:
         return PrivacySpent(math.inf, delta, sampling)
-    # Imported here: it takes a second, and only dp-sgd needs it.
-    import dp_accounting
-    from dp_accounting import pld, rdp
-
     relation = dp_accounting.NeighboringRelation
-    accountant: dp_accounting.PrivacyAccountant
-    event: dp_accounting.DpEvent
     if sampling == "fixed":
         event = dp_accounting.GaussianDpEvent(noise_multiplier / 2)
         if passes == 1:

@@ -64,7 +64,9 @@ class Job:
         defense, task = defense.prepare(task, public=known, generator=generator)
         if task.classes is None:  # there is no accuracy to measure on the way
             training = replace(training, evaluate_every=None)
-        return cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
+        job = cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
+        job._privacy_spent({0: 1})  # a package that is missing for it is missed now and not after the training
+        return job
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
         """What each of these clients, or of all that round `number` asks, draws from its own examples."""

@@ -1,10 +1,12 @@
 """Which reconstruction belongs to which original."""
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from gradveil.core.errors import InputError
+from gradveil.core.extras import OptionalModule
+
+optimize = OptionalModule("scipy.optimize", "matching reconstructions to originals")
 
 
 def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
@@ -32,5 +34,5 @@ def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
     x, y = (examples.detach().double().flatten(1) for examples in (originals, reconstructions))
     # The faster way of cdist, by matrix products, loses the small distances that decide here.
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
-    _, columns = linear_sum_assignment(cost.cpu().numpy())
+    _, columns = optimize.linear_sum_assignment(cost.cpu().numpy())
     return torch.as_tensor(columns, dtype=torch.int64, device=originals.device)

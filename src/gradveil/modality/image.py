@@ -4,12 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 
-import PIL.Image
 import torch
 from torch import Tensor
 
 from gradveil.core.errors import DataError
+from gradveil.core.extras import OptionalModule
 from gradveil.modality.base import MODALITIES, Modality
+
+pillow = OptionalModule("PIL.Image", "rendering images")
 
 NAN_GREY = 0.5
 """What a NaN pixel counts as: the guess that is never off by more than half the range."""
@@ -93,7 +95,7 @@ class Image(Modality):
         pixels = self.repaired(examples).mul(255).round().byte()
         strip = torch.cat(list(pixels), dim=-1).permute(1, 2, 0)
         content = BytesIO()
-        PIL.Image.fromarray(strip.squeeze(-1).cpu().numpy()).save(content, format="PNG")
+        pillow.fromarray(strip.squeeze(-1).cpu().numpy()).save(content, format="PNG")
         return content.getvalue()
 
     def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:

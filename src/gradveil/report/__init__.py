@@ -1,6 +1,11 @@
 """The report of an audit: an HTML page, a contact sheet and a verdict in words, from the files on disk."""
 
-from gradveil.report.page import raised_flags, summary, verdict, write
-from gradveil.report.read import Audit, read
+from gradveil.core.extras import missing
+
+try:
+    from gradveil.report.page import raised_flags, summary, verdict, write
+    from gradveil.report.read import Audit, read
+except ModuleNotFoundError as error:
+    raise missing("gradveil.report", error.name or "more", "audit") from error
 
 __all__ = ["Audit", "raised_flags", "read", "summary", "verdict", "write"]
