@@ -38,7 +38,7 @@ clean:
 
 .venv/.installed: pyproject.toml | .venv/bin/python
 	$(BIN)/pip install $(PIP_FLAGS) $(TORCH)
-	$(BIN)/pip install $(PIP_FLAGS) --editable .
+	$(BIN)/pip install $(PIP_FLAGS) --editable '.[audit]'
 	touch $@
 
 .venv/.installed-dev: pyproject.toml .venv/.installed

@@ -59,6 +59,8 @@ class AuditFolder:
             "data_digest": "d" * 16,
             "weights_digest": "e" * 16,
             "model_file_digest": None,
+            "plugin_files": {},
+            "plugin_packages": {},
             "torch": "2.13.0",
             "threads": 1,
             "platform": "Linux x86_64, Python 3.11",

@@ -109,6 +109,8 @@ def folder(meters, tmp_path):
             "parameters": 30,
             "weights_digest": "e" * 16,
             "model_file_digest": None,
+            "plugin_files": {},
+            "plugin_packages": {},
             "victim_labels": [[[0.5, 1.5]]] * 8,
             "torch": "2.13.0",
             "threads": 1,

@@ -20,7 +20,7 @@ from gradveil.core.timing import timed
 from gradveil.defenses.base import Batch
 from gradveil.task import Task
 
-ATTACKS: Registry["Attack"] = Registry("attack")
+ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
 
 
 class Attack(Method, ABC):

@@ -20,6 +20,7 @@ from gradveil.modality import MODALITIES, Modality
 
 MOST_ROWS = 1_000_000
 R = TypeVar("R", bound=Row)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,24 @@ def is_model_file(model: str) -> bool:
 
 def modality_of(config: Mapping[str, Any]) -> Modality:
     """The modality of an audit."""
-    return MODALITIES.create(config["modality"])
+    return _known(MODALITIES.create, config["modality"], config)
 
 
 def metrics_of(config: Mapping[str, Any]) -> list[Metric]:
     """The metrics of an audit, in the order in which tables show them."""
-    return [METRICS.get(name) for name in config["metrics"]]
+    return [_known(METRICS.get, name, config) for name in config["metrics"]]
+
+
+def _known(get: Callable[[str], T], name: str, config: Mapping[str, Any]) -> T:
+    """What `get` has of that name; if that is nothing, the error says which plugins the audit was made with."""
+    try:
+        return get(name)
+    except UnknownNameError as error:
+        sources = [f"--plugin {path}" for path in config["plugin_files"]]
+        sources += [f"the package {package} {version}" for package, version in config["plugin_packages"].items()]
+        if not sources:
+            raise
+        raise UnknownNameError(f"{error}; the audit was made with {', '.join(sources)}") from None
 
 
 def read_audit(folder: Path) -> Json:

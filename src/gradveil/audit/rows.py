@@ -97,6 +97,8 @@ CONFIG_SCHEMA: Schema = {
     "parameters": kinds.whole(1, 10**15),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
+    "plugin_files": kinds.mapping(kinds.digest(), 100),
+    "plugin_packages": kinds.mapping(kinds.text(100), 100),
     "victim_labels": kinds.listing(kinds.listing(kinds.TARGET)),
     "torch": kinds.text(100),
     "threads": kinds.whole(1, 65_536),

@@ -23,7 +23,8 @@ from gradveil.audit.folder import SealedLines, check_config, read_audit, read_ro
 from gradveil.audit.match import Costs, Price, match
 from gradveil.audit.rows import VERSION, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, bytes_digest, slug
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, bytes_digest, command_line, slug
+from gradveil.core import plugins
 from gradveil.core.errors import OutputError, ThreatModelError
 from gradveil.core.folders import locked, prepare_folder, write_json
 from gradveil.core.registry import Method, parse_spec
@@ -266,7 +267,7 @@ class Subject:
         return {
             "gradveil": gradveil.__version__,
             "version": VERSION,
-            "command": config.command,
+            "command": command_line({**config.to_json(), "plugin_files": plugins.loaded_files()}),
             **config.to_json(),
             "adapted": [
                 [spec, str(attack)]
@@ -285,6 +286,8 @@ class Subject:
             "parameters": self.task.size,
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(config.model),
+            "plugin_files": plugins.loaded_files(),
+            "plugin_packages": plugins.loaded_packages(),
             "victim_labels": self.victims.targets.tolist(),
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +43,8 @@ def slug(text: str) -> str:
     return f"{safe[: LONGEST_NAME - len(digest) - 1]}-{digest}"
 
 
-def resume_command(folder: Path, model: str | None = None, command: str = "audit") -> str:
-    """The command that goes on with the audit, or training, in a folder; a model that is a file has to be named again.
+def resume_command(folder: Path, model: str | None = None, command: str = "audit", plugins: Sequence[str] = ()) -> str:
+    """The command that goes on with the audit, or training, in a folder; files with code have to be named again.
 
     >>> resume_command(Path("my audit"))
     "gradveil audit --resume --out 'my audit'"
@@ -52,11 +52,15 @@ def resume_command(folder: Path, model: str | None = None, command: str = "audit
     'gradveil audit --resume --out mine --model mine.py@build'
     """
     named = [] if model is None else ["--model", model]
-    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *named])
+    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *named, *_plugin_options(plugins)])
+
+
+def _plugin_options(files: Iterable[str]) -> list[str]:
+    return [word for path in files for word in ("--plugin", path)]
 
 
 def command_line(settings: Mapping[str, Any]) -> str:
-    """The command that runs an audit of these settings again; of an `AuditConfig`, its `to_json`."""
+    """The command that runs an audit of these settings, and maybe ``plugin_files``, again."""
     words = ["gradveil", "audit", "--dataset", settings["dataset"], "--model", settings["model"]]
     for key, option in (("defenses", "--defense"), ("attacks", "--attack")):
         for spec in settings[key]:
@@ -70,7 +74,7 @@ def command_line(settings: Mapping[str, Any]) -> str:
                 f"--{key.replace('_', '-')}",
                 ",".join(map(str, value)) if isinstance(value, list) else str(value),
             ]
-    return shlex.join(words)
+    return shlex.join([*words, *_plugin_options(settings.get("plugin_files", ()))])
 
 
 def bytes_digest(content: bytes) -> str:

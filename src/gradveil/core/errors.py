@@ -35,3 +35,7 @@ class OutputError(GradveilError):
 
 class MissingPackageError(GradveilError, ImportError):
     """Something optional was asked for whose packages are not installed."""
+
+
+class PluginError(GradveilError):
+    """A plugin, a file or an installed package, is broken or not there."""

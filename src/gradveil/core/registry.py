@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Generic, TypeVar
 
+from gradveil.core import plugins
 from gradveil.core.errors import ParameterError, UnknownNameError
 from gradveil.core.parameters import check_declared, declared
 
@@ -22,6 +23,7 @@ class Registry(Generic[T]):
 
     Args:
         kind: what the registry holds, in the singular, as error messages should say it.
+        group: the entry points by which installed packages add to it, see `gradveil.core.plugins`; None: they cannot.
 
     Example:
         >>> shapes = Registry[str]("shape")
@@ -40,8 +42,8 @@ class Registry(Generic[T]):
         gradveil.core.errors.UnknownNameError: square: unknown parameter 'length'; it takes: side
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, group: str | None = None) -> None:
+        self.kind, self.group = kind, group
         self._factories: dict[str, Callable[..., T]] = {}
 
     def register(self, name: str) -> Callable[[Callable[..., T]], Any]:
@@ -61,12 +63,16 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All names, sorted."""
+        if self.group is not None:
+            plugins.load_installed(self.group, self._factories)
         return sorted(self._factories)
 
     def get(self, name: str, *others: str) -> Callable[..., T]:
         """The factory called `name`; unknown names raise an error that suggests the nearest ones, also of `others`."""
+        if name not in self._factories and self.group is not None:
+            plugins.load_installed(self.group, self._factories, name)
         if name not in self._factories:
-            raise UnknownNameError(f"unknown {self.kind} {name!r}; {suggest(name, [*self._factories, *others])}")
+            raise UnknownNameError(f"unknown {self.kind} {name!r}; {suggest(name, [*self.names(), *others])}")
         return self._factories[name]
 
     def create(self, name: str, /, *args: Any, **parameters: Any) -> T:

@@ -18,7 +18,7 @@ from gradveil.defenses.knowledge import Knowledge
 from gradveil.task import Gradients, Task
 from gradveil.update import Announced, ClientRound, ClientState, LocalSteps, Memory, Meta, ServerRound, Update
 
-DEFENSES: Registry["Defense"] = Registry("defense")
+DEFENSES: Registry["Defense"] = Registry("defense", "gradveil.defenses")
 
 Batch = tuple[Tensor, Tensor]
 

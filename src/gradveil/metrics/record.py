@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
+from gradveil.core import plugins
 from gradveil.core.errors import UnknownNameError
 from gradveil.core.registry import suggest
 from gradveil.modality import Modality
@@ -95,13 +96,15 @@ class Metric:
 
 
 class Metrics:
-    """All metrics by name; a name is taken once.
+    """All metrics by name; a name is taken once. Installed packages add theirs by entry points ``gradveil.metrics``.
 
     Example:
         >>> from gradveil.modality import IMAGE
         >>> [metric.name for metric in METRICS.of(IMAGE)]
         ['mse', 'psnr', 'ssim', 'lpips', 'noise_ratio']
     """
+
+    group = "gradveil.metrics"
 
     def __init__(self) -> None:
         self._metrics: dict[str, Metric] = {}
@@ -116,15 +119,19 @@ class Metrics:
     def get(self, name: str) -> Metric:
         """The metric of that name."""
         if name not in self._metrics:
+            plugins.load_installed(self.group, self._metrics, name)
+        if name not in self._metrics:
             raise UnknownNameError(f"unknown metric {name!r}; {suggest(name, self._metrics)}")
         return self._metrics[name]
 
     def names(self) -> list[str]:
         """All names, sorted."""
+        plugins.load_installed(self.group, self._metrics)
         return sorted(self._metrics)
 
     def of(self, modality: Modality) -> list[Metric]:
         """Those for a modality, in one order wherever they come from: those that are always there first."""
+        plugins.load_installed(self.group, self._metrics)
         mine = (metric for metric in self._metrics.values() if modality.name in metric.modalities)
         return sorted(mine, key=lambda metric: (not metric.compares, metric.optional, metric.name))
 

@@ -153,4 +153,4 @@ class Modality(ABC):
         return torch.stack([means[label] for label in wanted.tolist()])
 
 
-MODALITIES: Registry[Modality] = Registry("modality")
+MODALITIES: Registry[Modality] = Registry("modality", "gradveil.modalities")

@@ -1,6 +1,5 @@
 """What every model shares: the registry, activations, normalisation, initialisation and the size check."""
 
-import importlib.util
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.core import checks
 from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.plugins import run_file
 from gradveil.core.registry import Registry
 
 REGISTRY = Registry[nn.Module]("model")
@@ -192,14 +192,11 @@ def _create_from_file(reference: str, **arguments: object) -> nn.Module:
     path, at, function = reference.rpartition("@")
     if not at:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, got no function; write {reference}@NAME")
-    spec = importlib.util.spec_from_file_location("gradveil_user_model", path)
     if not Path(path).is_file():
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
-    if spec is None or spec.loader is None:
+    if Path(path).suffix != ".py":
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    # Not by the loader, which would run a compiled copy that lies in __pycache__: digests are taken of the file itself.
-    exec(compile(Path(path).read_bytes(), path, "exec"), module.__dict__)
+    module = run_file(Path(path), "gradveil_user_model")
     factory = getattr(module, function, None)
     if not callable(factory):
         raise InputError(f"{reference}: {path} has no function {function!r}")

@@ -85,10 +85,10 @@ def test_a_budget_on_resuming_suits_the_data_and_the_model_of_the_audit(gradveil
         asked.append(config)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gradveil.cli.run_audit", note)
+    monkeypatch.setattr("gradveil.cli._audit.run_audit", note)
     first = "audit --dataset cifar10 --model resnet18 --attack dlg --budget quick --out".split()
     gradveil_command(*first, tmp_path)
-    monkeypatch.setattr("gradveil.cli.read_audit", lambda _folder: asked[0].to_json())
+    monkeypatch.setattr("gradveil.cli._audit.read_audit", lambda _folder: asked[0].to_json() | {"plugin_files": {}})
     (tmp_path / "config.json").touch()
     gradveil_command("audit", "--resume", "--budget", "quick", "--out", tmp_path)
     assert asked[1] == asked[0]
@@ -199,7 +199,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["train", "--engine", "flower", "--execution", "auto"], "leave --execution out or use --engine local"),
         (["train", "--engine", "flower", "--resume", "--out", "OUT/new"], "leave --resume out or use --engine local"),
         (["audit", "--budget", "qick", "--attack", "dlg:iterations=2"], "one of quick, standard, thorough, got 'qick'"),
-        (["list", "colours"], "expected one of defenses, attacks, datasets, models, got 'colours'"),
+        (["list", "colours"], "expected one of defenses, attacks, datasets, models, metrics, got 'colours'"),
         (["data", "get", "minst"], "did you mean mnist"),
         (["audit", "--victims", "many"], "Invalid value for '--victims'"),
         (["audit", "--colour"], "colour"),

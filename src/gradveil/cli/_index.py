@@ -1,0 +1,71 @@
+"""What ``gradveil list`` prints and what ``gradveil audit --help`` says of defaults, without importing torch.
+
+Both are kept in ``index.json``, which ``python -m gradveil.cli._index`` makes anew; a test compares it with the
+registries. Where plugins are in use, the registries are asked in its place.
+"""
+
+import inspect
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from gradveil.core import plugins
+
+FILE = Path(__file__).with_name("index.json")
+LISTS = ("defenses", "attacks", "datasets", "models", "metrics")
+
+Row = dict[str, Any]
+
+
+def read_index() -> dict[str, Any]:
+    """The file: a list for each of `LISTS`, and the settings of an audit with their defaults."""
+    index: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
+    return index
+
+
+def read_lists(files: Iterable[str] = ()) -> dict[str, list[Row]]:
+    """The rows of every list; those of plugins, from `files` or installed packages, are among them."""
+    for path in files:
+        plugins.load_file(path)
+    current = build() if plugins.loaded_files() or any(map(plugins.installed, plugins.GROUPS)) else read_index()
+    return {name: current[name] for name in LISTS}
+
+
+def build() -> dict[str, Any]:
+    """What the file should hold, from the registries."""
+    from gradveil import data, models
+    from gradveil.attacks import ATTACKS
+    from gradveil.audit import AuditConfig
+    from gradveil.defenses import DEFENSES
+    from gradveil.metrics import METRICS
+
+    known = [status for status in data.status() if status.name in data.names()]
+    return {
+        "defenses": [_method(DEFENSES.create(name)) for name in DEFENSES.names()],
+        "attacks": [_method(ATTACKS.create(name)) for name in ATTACKS.names()],
+        "datasets": [_row(status.name, status.summary, status.licence, {}) for status in known],
+        "models": [_row(name, *models.describe(name)) for name in models.names()],
+        "metrics": [_metric(METRICS.get(name)) for name in METRICS.names()],
+        "audit": AuditConfig().to_json(),
+    }
+
+
+def _method(method: Any) -> Row:
+    from gradveil.core.parameters import meanings
+
+    summary = (inspect.getdoc(method) or "").splitlines()[0]
+    return _row(method.name, summary, method.paper, method.parameters) | {"meanings": meanings(type(method))}
+
+
+def _metric(metric: Any) -> Row:
+    return _row(metric.name, metric.summary, f"for {', '.join(metric.modalities)}", {})
+
+
+def _row(name: str, summary: str, source: str, parameters: Row) -> Row:
+    return {"name": name, "summary": summary, "source": source, "parameters": parameters}
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(build(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(FILE)

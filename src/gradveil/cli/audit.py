@@ -1,0 +1,112 @@
+"""``gradveil audit``: its options."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from gradveil.cli._console import Json, Plugins
+from gradveil.cli._index import read_index
+
+_DEFAULTS = read_index()["audit"]
+
+
+def _setting(name: str, help: str, default: str | None = None, flags: str | None = None) -> Any:
+    """The option of a setting, with the default that `AuditConfig` has; `default` says in words what None means."""
+    known = _DEFAULTS.get(name)
+    shown = "; ".join(known).replace(",", ", ") if isinstance(known, list) else str(known)  # so that lines can break
+    return typer.Option(*filter(None, [flags]), help=help, show_default=default or shown)
+
+
+def audit(
+    dataset: Annotated[
+        str | None, _setting("dataset", "Name or path of the data, e.g. cifar10 or faces-orl:size=64.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        _setting(
+            "model",
+            "E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION, which runs the code in FILE.py with all your "
+            "rights. With --resume such a file has to be named again.",
+        ),
+    ] = None,
+    defense: Annotated[
+        list[str] | None,
+        _setting("defenses", "NAME[:k=v,...], repeatable; + chains, +error-feedback wraps."),
+    ] = None,
+    attack: Annotated[list[str] | None, _setting("attacks", "NAME[:k=v,...], repeatable.")] = None,
+    budget: Annotated[
+        str | None,
+        _setting(
+            "budget",
+            "quick, standard or thorough: presets for attacks that are named without parameters.",
+            "the attacks' own defaults",
+        ),
+    ] = None,
+    victims: Annotated[int | None, _setting("victims", "Updates attacked under each defense.")] = None,
+    batch_size: Annotated[int | None, _setting("batch_size", "Examples behind each update.")] = None,
+    labels: Annotated[
+        str | None, _setting("labels", "infer: the attacker finds them; known: the attacker is given them.")
+    ] = None,
+    adaptive: Annotated[
+        bool | None,
+        _setting(
+            "adaptive", "Only attackers that know the defense, or only those that do not.", "both", "--adaptive/--plain"
+        ),
+    ] = None,
+    aggregated: Annotated[
+        int | None, _setting("aggregated", "Clients behind each victim, whom secure aggregation hides in a sum.")
+    ] = None,
+    match: Annotated[
+        str | None,
+        _setting(
+            "match",
+            "accuracy, power or bytes, with =TARGET or a default target: choose every defense's strength so that all "
+            "cost the same. Accuracy takes up to a dozen trainings per defense.",
+            "the strengths as given",
+        ),
+    ] = None,
+    chunk: Annotated[int | None, _setting("chunk", "Victims attacked together.")] = None,
+    rounds: Annotated[int | None, _setting("rounds", "Training rounds behind accuracy, time and bytes.")] = None,
+    clients: Annotated[int | None, _setting("clients", "Clients in that training.")] = None,
+    client_batch: Annotated[
+        int | None, _setting("client_batch", "Examples that a client trains on in each round.")
+    ] = None,
+    lr: Annotated[float | None, _setting("lr", "Learning rate of that training.")] = None,
+    seed: Annotated[int | None, _setting("seed", "Everything random derives from it.")] = None,
+    local_epochs: Annotated[
+        int | None,
+        _setting("local_epochs", "FedAvg: clients' local passes over their examples.", "none: a single gradient"),
+    ] = None,
+    local_batch: Annotated[int | None, _setting("local_batch", "FedAvg: examples per local step.", "all")] = None,
+    local_lr: Annotated[float | None, _setting("local_lr", "FedAvg: learning rate of the local steps.")] = None,
+    observed_rounds: Annotated[
+        int | None, _setting("observed_rounds", "Rounds of each victim, on the same data, that the attacker sees.")
+    ] = None,
+    weights: Annotated[
+        str | None, _setting("weights", "Your own weights, a .safetensors file.", "the model's initial weights")
+    ] = None,
+    norms: Annotated[
+        str | None, _setting("norms", "Batch norm in train or inference mode.", "as the model comes")
+    ] = None,
+    mean: Annotated[
+        str | None,
+        _setting("mean", "The model's normalisation, one number per channel: 0.49,0.48,0.45.", "no normalisation"),
+    ] = None,
+    std: Annotated[str | None, _setting("std", "The same, given together with --mean.", "no normalisation")] = None,
+    device: Annotated[str | None, _setting("device", "Where to compute: cpu, cuda, cuda:1, mps.")] = None,
+    plugin: Plugins = None,
+    output: Annotated[
+        Path | None, typer.Option("--out", help="Folder for the results.", show_default="a new one in audits/")
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.", show_default="off"),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Attack every defense on the same victims, train under every defense, and write a report."""
+    options = dict(locals())
+    from gradveil.cli import _audit
+
+    _audit.run(options)

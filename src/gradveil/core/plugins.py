@@ -1,0 +1,111 @@
+"""Methods from outside the package: from a file (``--plugin FILE``), or by entry points of installed packages.
+
+Either way the code registers what it brings as the package's own files do, ``@DEFENSES.register("mine")``. A package
+names each of its methods in its ``pyproject.toml``, so that gradveil finds it without importing the others::
+
+    [project.entry-points."gradveil.defenses"]
+    mine = "my_package.my_module"
+"""
+
+import hashlib
+import sys
+import traceback
+import warnings
+from collections.abc import Container
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+
+from gradveil.core.errors import PluginError
+
+GROUPS = ("gradveil.defenses", "gradveil.attacks", "gradveil.metrics", "gradveil.modalities")
+DIGITS = 16
+
+_files: dict[str, str] = {}  # digests by path
+_packages: dict[str, str] = {}  # versions by name
+_tried: dict[EntryPoint, PluginError | None] = {}
+
+
+def load_file(path: str) -> None:
+    """Run a plugin's file, with all that it may do; one whose content has been run already is not run again.
+
+    Args:
+        path: a Python file that registers methods when it is run.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise PluginError(f"plugin {path}: expected a Python file, got no file of that name")
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:DIGITS]
+    try:
+        if digest not in _files.values():
+            run_file(file, f"gradveil_plugin_{digest}")
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        where = f"{path}, line {lines[-1]}" if lines else path
+        raise PluginError(f"plugin {where}: {type(error).__name__}: {error}; mend it, or leave it out") from error
+    _files[path] = digest
+
+
+def run_file(path: Path, name: str) -> ModuleType:
+    """Run a Python file as a module called `name`."""
+    module = ModuleType(name)
+    module.__file__ = str(path.resolve())
+    sys.modules[name] = module  # where dataclasses look up annotations
+    try:
+        # Not by a loader, which would run a compiled copy that lies in __pycache__: digests are of the file itself.
+        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+    finally:
+        del sys.modules[name]  # Ray then sends its classes whole to processes that could not import it
+    return module
+
+
+def load_installed(group: str, registered: Container[str], name: str | None = None) -> None:
+    """Import what installed packages bring of one kind, so that it registers itself.
+
+    Args:
+        group: the kind, one of `GROUPS`.
+        registered: the names that the registry holds, now and after the import.
+        name: import only what is called so, and raise if it is broken; None: import everything, and warn of what is.
+    """
+    for entry in installed(group):
+        if name not in (None, entry.name):
+            continue
+        if entry not in _tried:
+            _tried[entry] = _import(entry, registered)
+            if name is None and (broken := _tried[entry]):
+                warnings.warn(str(broken), stacklevel=3)
+        if name is not None and (broken := _tried[entry]):
+            raise broken
+
+
+def _import(entry: EntryPoint, registered: Container[str]) -> PluginError | None:
+    """Import an entry point's module; what was wrong with it."""
+    package = entry.dist.name if entry.dist else "?"
+    version = entry.dist.version if entry.dist else "?"
+    source = f"plugin {entry.name} of the package {package} {version} ({entry.value})"
+    try:
+        entry.load()
+    except Exception as error:
+        return PluginError(f"{source}: {type(error).__name__}: {error}; mend the package, or uninstall it")
+    if entry.name not in registered:
+        kind = entry.group.rpartition(".")[2]
+        return PluginError(f"{source}: expected it to register {entry.name!r} among the {kind}, which it did not")
+    _packages[package] = version
+    return None
+
+
+def loaded_files() -> dict[str, str]:
+    """The digests of the plugin files that were run, by their paths."""
+    return dict(_files)
+
+
+def loaded_packages() -> dict[str, str]:
+    """The versions of the packages that something was imported from, by their names."""
+    return dict(_packages)
+
+
+@cache
+def installed(group: str) -> list[EntryPoint]:
+    """What installed packages bring of one kind."""
+    return list(entry_points(group=group))
