@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -18,31 +17,11 @@ from filelock import FileLock
 import gradveil
 from gradveil import data, models
 from gradveil.audit.store import resume_command
-from gradveil.cli import main
 from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
     "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"
 ).split()
-
-
-@pytest.fixture
-def gradveil_command(monkeypatch, capsys):
-    """Run the command line in this process; returns exit code, stdout and stderr."""
-    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets its own
-    monkeypatch.setenv("COLUMNS", "200")
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["gradveil", *map(str, words)])
-        try:
-            main()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code
-        captured = capsys.readouterr()
-        return code, captured.out, " ".join(captured.err.split())
-
-    return run
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")

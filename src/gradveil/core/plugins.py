@@ -40,7 +40,7 @@ def load_file(path: str) -> None:
     try:
         if digest not in _files.values():
             run_file(file, f"gradveil_plugin_{digest}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f"{path}, line {lines[-1]}" if lines else path
         raise PluginError(f"plugin {where}: {type(error).__name__}: {error}; mend it, or leave it out") from error
@@ -86,7 +86,7 @@ def _import(entry: EntryPoint, registered: Container[str]) -> PluginError | None
     source = f"plugin {entry.name} of the package {package} {version} ({entry.value})"
     try:
         entry.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return PluginError(f"{source}: {type(error).__name__}: {error}; mend the package, or uninstall it")
     if entry.name not in registered:
         kind = entry.group.rpartition(".")[2]
