@@ -1,7 +1,9 @@
 """Methods from outside the package, by --plugin and by entry points: audited, resumed, reported; broken ones named."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,68 +13,8 @@ from gradveil.defenses import DEFENSES
 from gradveil.metrics import METRICS
 from gradveil.modality import MODALITIES
 
-PLUGIN = '''
-"""A defense, an attack and a metric of one's own."""
-
-from __future__ import annotations
-
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
-
-from gradveil.attacks import ATTACKS, Attack, Problem, Reconstruction
-from gradveil.core.parameters import number
-from gradveil.defenses import DEFENSES, Perturbation
-from gradveil.metrics import METRICS, Metric
-
-
-@DEFENSES.register("halving")
-@dataclass(frozen=True, repr=False)
-class Halving(Perturbation):
-    """Send a part of every value.
-
-    Args:
-        part: of every value.
-    """
-
-    paper, adds_noise = "-", False
-    part: float = number(0.5, above=0, high=1)
-
-    def perturb_rows(self, rows: Tensor, draws: object) -> Tensor:
-        return self.part * rows
-
-
-@ATTACKS.register("grey")
-@dataclass(frozen=True, repr=False)
-class Grey(Attack):
-    """Guess grey.
-
-    Args:
-        level: of grey.
-    """
-
-    paper = "-"
-    level: float = number(0.5, low=0, high=1)
-
-    def run(self, problem: Problem) -> Reconstruction:
-        inputs = problem.start() * 0 + self.level
-        zeros = torch.zeros(len(inputs), dtype=inputs.dtype)
-        return Reconstruction(inputs, problem.labels, zeros, zeros.int())
-
-
-METRICS.add(
-    Metric(
-        "largest_difference",
-        "Largest difference",
-        lambda originals, found: (originals - found).abs().flatten(1).amax(1).double(),
-        better="lower",
-        summary="The largest difference of any two pixels.",
-        modalities=("image",),
-        low=0.0,
-    )
-)
-'''
+PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
+(PLUGIN,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 NAMES = {"gradveil.defenses": "halving", "gradveil.attacks": "grey", "gradveil.metrics": "largest_difference"}
 QUICK = (
     "--model mlp --defense halving:part=0.25 --attack grey --victims 2 --rounds 2 --clients 2 --client-batch 4 --plain"
