@@ -69,9 +69,9 @@ A list of k places (Elias and Fano's code), where w = floor(log2(floor(n / k))):
     high bits  k + floor((n - 1) / 2^w) bits, first in the highest bit: number floor(place / 2^w) + i is set for place i
 
 Packed codes of w bits are stored as planes, starting with the codes' lowest bits: floor(w / 8) planes of 8 bits, then
-one each of 4, 2 and 1 bits if w has that bit. A plane of b bits takes m = ceil(count b / 8) bytes; byte i holds the bits
-of codes i, i + m, i + 2 m and so on from its lowest bit on. Code c stands for low + step c, rounded as described in
-`gradveil.update.Grid`.
+one each of 4, 2 and 1 bits if w has that bit. A plane of b bits takes m = ceil(count b / 8) bytes; byte i holds the
+bits of codes i, i + m, i + 2 m and so on from its lowest bit on. Code c stands for low + step c, rounded as described
+in `gradveil.update.Grid`.
 """
 
 import hashlib
@@ -159,7 +159,7 @@ def decode(
     Args:
         message: the bytes.
         locations: the set that was given to `encode`, if one was.
-        like: tensors with the expected names, shapes and types, such as ``task.parameters``; servers should always pass it.
+        like: tensors with the expected names, shapes and types, such as ``task.parameters``; a server needs it.
         max_values: without `like`, how many values the layers may have in total.
     """
     with _data_errors("update"):
