@@ -76,7 +76,7 @@ def test_meanings_of_parameters_come_from_the_docstring():
     }
 
 
-def test_state_is_no_parameter_but_counts_in_equality():
+def test_state_is_not_a_parameter_but_counts_for_equality():
     before, after = Made(), Made(measured=Tensors({"w": torch.ones(2)}))
     assert before != after
     assert after == Made(measured=Tensors({"w": torch.ones(2)}))

@@ -403,7 +403,7 @@ class TestPip:
             data.fetch("lpips-alex")
         assert files_in(cache) == []
 
-    def test_arrays_are_those_of_the_real_file(self, real_file):
+    def test_arrays_match_the_real_file(self, real_file):
         with np.load(real_file("lpips_alex.npz")) as real:
             names = set(real.files)
         places = (0, 3, 6, 8, 10)

@@ -154,7 +154,7 @@ def test_refuses_an_empty_class(tmp_path):
         read(tmp_path)
 
 
-def test_refuses_a_third_folder_beside_train_and_test(tmp_path):
+def test_refuses_a_third_folder_next_to_train_and_test(tmp_path):
     for split in ("train", "test", "val"):
         two_classes(tmp_path / split)
     with pytest.raises(DataError, match="expected only train and test, but found val as well; move it out"):

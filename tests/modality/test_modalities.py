@@ -22,7 +22,7 @@ LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0,
 
 @dataclass(frozen=True)
 class Vector(Modality):
-    """Four numbers, stored as they are, each in a range of its own."""
+    """Four numbers, stored unchanged, each with its own range."""
 
     name, unit, primary, rule = "vector", "row", "mse", "mean squared error of at most .1"
 

@@ -315,7 +315,7 @@ def test_locations_survive(shapes, density):
 # -- what the receiver expects ----------------------------------------------------------------------------------------
 
 
-def test_like_says_what_to_expect():
+def test_like_gives_the_expected_layers():
     update = Update({"w": torch.ones(2, 3), "b": torch.ones(3)})
     message = wire.encode(update)
     assert torch.equal(wire.decode(message, like={"b": torch.zeros(3), "w": torch.zeros(2, 3)})["w"], update["w"])

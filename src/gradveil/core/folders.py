@@ -60,7 +60,7 @@ def writing(path: Path) -> Iterator[None]:
     except OSError as error:
         raise OutputError(
             f"{path}: expected a place that can be written to, got: {error.strerror or error}; what was saved "
-            "earlier is unchanged; free some space, or fix what is in the way, and try again"
+            "earlier is unchanged; free some space or fix the cause, and try again"
         ) from error
 
 

@@ -21,10 +21,10 @@ def misfit(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[s
     >>> misfit({"w": torch.ones(2)}, {"w": torch.ones(3)}), misfit({}, {})
     (('w', (2,), (3,)), None)
     """
-    wanted, found = shapes_of(expected), shapes_of(got)
-    for name in {**wanted, **found}:
-        if wanted.get(name) != found.get(name):
-            return name, wanted.get(name, "no such tensor"), found.get(name, "no such tensor")
+    expected_shapes, got_shapes = shapes_of(expected), shapes_of(got)
+    for name in {**expected_shapes, **got_shapes}:
+        if expected_shapes.get(name) != got_shapes.get(name):
+            return name, expected_shapes.get(name, "no such tensor"), got_shapes.get(name, "no such tensor")
     return None
 
 

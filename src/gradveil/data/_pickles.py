@@ -179,10 +179,10 @@ class _Machine:
 
     def _bytes(self, span: _Span) -> bytes:
         self._claim(span.length)
-        place = self._file.tell()
+        offset = self._file.tell()
         self._file.seek(span.start)
         content = self._read_exactly(span.length)
-        self._file.seek(place)
+        self._file.seek(offset)
         return content
 
     def _claim(self, size: int) -> None:
@@ -277,12 +277,12 @@ class _Machine:
             raise ValueError(f"an array declares {size:,} bytes and has {span.length:,}")
         check_size(size, self._size)
         self._claim(size)
-        place = self._file.tell()
+        offset = self._file.tell()
         self._file.seek(span.start)
         array = np.empty(size, np.uint8)
         if fill(array, _Latin1(self._file, span.length) if span.text else self._file) != size:
             raise EOFError("an array is truncated")
-        self._file.seek(place)
+        self._file.seek(offset)
         return array
 
 

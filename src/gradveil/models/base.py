@@ -189,8 +189,8 @@ def describe(name: str) -> Description:
 
 def _create_from_file(reference: str, **arguments: object) -> nn.Module:
     """Run a user's Python file, which may do anything, and call its function."""
-    path, at, function = reference.rpartition("@")
-    if not at:
+    path, separator, function = reference.rpartition("@")
+    if not separator:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, got no function; write {reference}@NAME")
     spec = importlib.util.spec_from_file_location("gradveil_user_model", path)
     if not Path(path).is_file():

@@ -294,7 +294,7 @@ class Task:
                 result[f"{name}.{kind}"] = (1 - momentum) * buffers[f"{name}.{kind}"] + momentum * value
         return result
 
-    # -- what users call --------------------------------------------------------------------------------------------
+    # -- checked functions for users --------------------------------------------------------------------------------
 
     def gradients(self, inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of the mean loss over the batch, by parameter name."""

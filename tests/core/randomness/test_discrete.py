@@ -21,8 +21,8 @@ def test_the_tables_are_exact(deviation):
     sampler = DiscreteGaussian(deviation)
     weights, keep = discrete._envelope(sampler._edges.tolist(), deviation)
     mass = [0] * len(weights)
-    for place, (threshold, alias) in enumerate(zip(sampler._threshold.tolist(), sampler._alias.tolist(), strict=True)):
-        mass[place] += threshold
+    for column, (threshold, alias) in enumerate(zip(sampler._threshold.tolist(), sampler._alias.tolist(), strict=True)):
+        mass[column] += threshold
         mass[alias] += 2**32 - threshold
     assert mass == weights
     assert sum(mass) == 512 * 2**32
@@ -44,10 +44,7 @@ def test_the_quick_test_never_keeps_what_the_exact_one_would_reject():
     sampler = DiscreteGaussian(1.7 * 2**24)
     rate, count, single = sampler._rate, 400_000, np.float32
     chance, place, cell = Keystream(bytes(32)).words(3 * count).reshape(3, count)
-    place, cell = (
-        (place & ((1 << 20) - 1)).astype(np.int32),
-        (cell % 120).astype(np.intp),
-    )  # where it is used
+    place, cell = (place & ((1 << 20) - 1)).astype(np.int32), (cell % 120).astype(np.intp)  # its range of use
     value = sampler._edges[cell] + place
     assert value.max() < sampler._quick_limit
     exponent = place.astype(single) * single(2 * rate) * value.astype(single)
@@ -62,8 +59,8 @@ def test_the_quick_test_never_keeps_what_the_exact_one_would_reject():
 
 def test_zero_is_as_probable_as_it_should_be(monkeypatch):
     """A coarse sampler of the same code, with so few steps per deviation that zero is common, follows the law."""
-    monkeypatch.setattr(discrete, "_WITHIN", 2)
-    monkeypatch.setattr(discrete, "FINENESS", 6)
+    monkeypatch.setattr(discrete, "_CELL_BITS", 2)
+    monkeypatch.setattr(discrete, "LOG2_STEPS", 6)
     deviation, count = 1.3 * 2**6, 1_000_000
     sample = np.concatenate(list(DiscreteGaussian(deviation).draw(count, SecretKey().stream())))
     values = np.arange(-2047, 2048)

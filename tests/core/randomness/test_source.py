@@ -17,7 +17,7 @@ def test_none_gives_a_secure_source_and_a_generator_a_seeded_one():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("std", [1e-3, 0.3, 40.0])
-def test_noise_lies_on_the_grid_whatever_it_was_added_to(dtype, std):
+def test_noisy_values_lie_on_the_grid_for_any_value(dtype, std):
     step = grid_step(std)
     values = torch.linspace(-3 * std, 3 * std, 20_000, dtype=dtype)
     for noisy in (

@@ -38,11 +38,11 @@ from gradveil.core.randomness._stream import Keystream
 SMALLEST, LARGEST = 1e-280, 1e280
 """Standard deviations outside this range would need grids that double precision cannot represent."""
 
-FINENESS = 24
+LOG2_STEPS = 24
 """Binary logarithm of the grid steps in a standard deviation: there are 2^24 to 2^25."""
 
 _CELLS = 512
-_WITHIN = 20  # bits: 2^20 values per cell, so that a standard deviation is 16 to 32 cells
+_CELL_BITS = 20  # bits: 2^20 values per cell, so that a standard deviation is 16 to 32 cells
 _CHUNK = 1 << 15  # values drawn at once, so that the working set fits in the caches
 # The quick test is in float32. Its errors (2^-21.5 from rounding, 2^-21 from the tables) stay below this margin.
 _MARGIN = np.float32(2.0**-19)
@@ -56,7 +56,7 @@ def grid_step(std: float) -> float:
     """
     if not SMALLEST <= std <= LARGEST:
         raise ParameterError(f"noise: its standard deviation must be from {SMALLEST:g} to {LARGEST:g}, got {std:g}")
-    return math.ldexp(1.0, math.frexp(std)[1] - 1 - FINENESS)
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - LOG2_STEPS)
 
 
 class DiscreteGaussian:
@@ -72,11 +72,11 @@ class DiscreteGaussian:
     """
 
     def __init__(self, deviation: float) -> None:
-        if not 2.0**FINENESS <= deviation < 2.0 ** (FINENESS + 1):
+        if not 2.0**LOG2_STEPS <= deviation < 2.0 ** (LOG2_STEPS + 1):
             raise ValueError(f"expected a deviation from 2^24 to 2^25 steps, got {deviation}")
         self.deviation = deviation
         self._rate = 0.5 / deviation**2
-        self._edges = np.arange(_CELLS, dtype=np.int32) << _WITHIN
+        self._edges = np.arange(_CELLS, dtype=np.int32) << _CELL_BITS
         weights, self._keep = _envelope(self._edges.tolist(), deviation)
         self._threshold, self._alias = _alias_table(weights)
         # From this value on the quick test does not apply: the rounding of the small integer weights matters.
@@ -95,13 +95,13 @@ class DiscreteGaussian:
             # `place` holds a sign, two unused bits, 9 bits for the cell and 20 for the place within it.
             place, coin, chance = bits
             sign = place.view(np.int32) >> 31
-            np.right_shift(place, _WITHIN, out=cell, casting="unsafe")
+            np.right_shift(place, _CELL_BITS, out=cell, casting="unsafe")
             np.bitwise_and(cell, _CELLS - 1, out=cell)
             np.take(self._threshold, cell, out=threshold, mode="clip")
             np.take(self._alias, cell, out=other, mode="clip")
             np.copyto(cell, other, where=coin >= threshold)
             np.take(self._edges, cell, out=value, mode="clip")
-            np.bitwise_and(place, (1 << _WITHIN) - 1, out=place)
+            np.bitwise_and(place, (1 << _CELL_BITS) - 1, out=place)
             np.add(value, place.view(np.int32), out=value)
             # Quick test, which settles nearly all values: z^2 - e^2 <= 2 z (z - e), and 1 - x <= exp(-x).
             np.multiply(place, float32(2 * self._rate), out=exponent, casting="unsafe", dtype=float32)
@@ -156,18 +156,18 @@ def _envelope(edges: list[int], deviation: float) -> tuple[list[int], NDArray[np
 
 
 def _alias_table(weights: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
-    """Walker's alias method in whole numbers: column i gives i below its threshold (of a 32-bit word), else its alias.
+    """Walker's alias method in whole numbers: column i gives i if a 32-bit word is below its threshold, else its alias.
 
     A full column would need a threshold of 2^32; it is its own alias instead.
     """
     full = 1 << 32
     left, threshold, alias = list(weights), [0] * len(weights), list(range(len(weights)))
-    small = [place for place, weight in enumerate(left) if weight < full]
-    large = [place for place, weight in enumerate(left) if weight >= full]
+    small = [column for column, weight in enumerate(left) if weight < full]
+    large = [column for column, weight in enumerate(left) if weight >= full]
     while small:
-        place, donor = small.pop(), large[-1]
-        threshold[place], alias[place] = left[place], donor
-        left[donor] -= full - left[place]
+        column, donor = small.pop(), large[-1]
+        threshold[column], alias[column] = left[column], donor
+        left[donor] -= full - left[column]
         if left[donor] < full:
             small.append(large.pop())
     return np.array(threshold, "<u4"), np.array(alias, np.intp)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradveil.core.randomness._stream import Keystream, SecretKey
-from gradveil.core.randomness.discrete import FINENESS, discrete_gaussian, grid_step
+from gradveil.core.randomness.discrete import LOG2_STEPS, discrete_gaussian, grid_step
 
 
 class Source(ABC):
@@ -20,7 +20,7 @@ class Source(ABC):
     """
 
     secure: bool
-    """Whether the draws are unpredictable, and noisy values reveal nothing but value plus noise."""
+    """Whether nobody can predict the draws, and the last bits of a noisy value do not reveal the value itself."""
 
     @abstractmethod
     def normal(self, like: Tensor) -> Tensor:
@@ -144,8 +144,8 @@ class SecureSource(Source):
         """Draw multiples of 2^-24."""
         result = torch.empty(like.shape, dtype=_working_type(like))
         target = _flat(result)
-        scale = target.dtype.type(2.0**-FINENESS)
-        for part, run in self._gaussian(2.0**FINENESS, result.numel()):
+        scale = target.dtype.type(2.0**-LOG2_STEPS)
+        for part, run in self._gaussian(2.0**LOG2_STEPS, result.numel()):
             np.multiply(run, scale, out=target[part], casting="unsafe", dtype=target.dtype)
         return result.to(like.device, like.dtype)
 
@@ -180,16 +180,16 @@ class SecureSource(Source):
         if scale == 0:
             return values.clone()
         step = grid_step(scale)
-        deviations = _flat(std).astype(np.float64) * (2.0**-FINENESS / step) if isinstance(std, Tensor) else None
+        deviations = _flat(std).astype(np.float64) * (2.0**-LOG2_STEPS / step) if isinstance(std, Tensor) else None
         offsets = self._key.stream()
         noisy = None if where is None else _flat(where)
         result = torch.empty(values.shape, dtype=_working_type(values))
-        target, own = _flat(result), _flat(values)
-        for part, run in self._gaussian(scale / step if deviations is None else 2.0**FINENESS, result.numel()):
+        target, flat_values = _flat(result), _flat(values)
+        for part, run in self._gaussian(scale / step if deviations is None else 2.0**LOG2_STEPS, result.numel()):
             noise = run.astype(np.float64) if deviations is None else _rescaled(run, deviations[part], offsets)
             if noisy is not None:
                 noise *= noisy[part]
-            target[part] = _on_grid(own[part], step, noise)
+            target[part] = _on_grid(flat_values[part], step, noise)
         return result.to(values.device, values.dtype)
 
     def add_laplace(self, values: Tensor, std: float) -> Tensor:
@@ -198,13 +198,13 @@ class SecureSource(Source):
             return values.clone()
         step, stream = grid_step(std), self._key.stream()
         result = torch.empty(values.shape, dtype=_working_type(values))
-        target, own = _flat(result), _flat(values)
-        for first in range(0, len(own), _CHUNK):
-            part = slice(first, min(first + _CHUNK, len(own)))
+        target, flat_values = _flat(result), _flat(values)
+        for first in range(0, len(flat_values), _CHUNK):
+            part = slice(first, min(first + _CHUNK, len(flat_values)))
             tail = stream.doubles(part.stop - first)
             signs = np.where(stream.words(len(tail)) & np.uint32(1), 1.0, -1.0)
             noise = np.rint(std / 2**0.5 / step * signs * -np.log(tail + 2.0**-54))  # the middle of each step
-            target[part] = _on_grid(own[part], step, noise)
+            target[part] = _on_grid(flat_values[part], step, noise)
         return result.to(values.device, values.dtype)
 
     def replace_normal(self, values: Tensor, std: float, where: Tensor) -> Tensor:
@@ -218,10 +218,10 @@ class SecureSource(Source):
         fine, offsets = grid_step(std), self._key.stream()
         coarse = fine * 2.0**_COARSER
         result = torch.empty(values.shape, dtype=_working_type(values))
-        target, own, chosen = _flat(result), _flat(values), _flat(where)
+        target, flat_values, chosen = _flat(result), _flat(values), _flat(where)
         for part, run in self._gaussian(std / fine, result.numel()):
             replacements = np.where(chosen[part], _rescaled(run, 2.0**-_COARSER, offsets), 0.0)
-            target[part] = _on_grid(np.where(chosen[part], 0.0, own[part]), coarse, replacements)
+            target[part] = _on_grid(np.where(chosen[part], 0.0, flat_values[part]), coarse, replacements)
         return result.to(values.device, values.dtype)
 
     def _gaussian(self, deviation: float, count: int) -> Iterator[tuple[slice, NDArray[np.int32]]]:
@@ -317,8 +317,8 @@ def _rescaled(run: NDArray[np.int32], factor: float | NDArray[np.float64], offse
 def _on_grid(values: NDArray[Any], step: float, noise: NDArray[np.float64]) -> NDArray[np.float64]:
     """Round the values to the grid and add noise that is a whole number of its steps.
 
-    A step is a power of two, so the division is exact. A sum beyond 2^53 is rounded, but depends only on the exact sum,
-    not on the value alone.
+    A step is a power of two, so the division is exact. A sum beyond 2^53 is rounded according to its own size, not
+    the value's, so the result remains a function of the exact sum.
     """
     rounded = np.rint(values.astype(np.float64) * (1 / step)) + 0.0  # -0.0 becomes 0.0: its sign would be the value's
     return (rounded + noise) * step
