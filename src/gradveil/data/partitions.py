@@ -30,8 +30,8 @@ def partition(
       (Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019). A small
       alpha makes clients differ more. A client that gets no sample takes one from the client that has the most.
     - ``classes``: each client holds exactly `classes_per_client` classes, after the pathological split of
-      McMahan et al. ("Communication-Efficient Learning of Deep Networks", AISTATS 2017). Numbers of
-      clients per class differ by at most one, and the clients of a class share it evenly. With fewer places
+      McMahan et al. ("Communication-Efficient Learning of Deep Networks", AISTATS 2017). The numbers
+      of clients per class differ by at most one, and the clients of a class share it evenly. With fewer places
       (clients x classes_per_client) than classes, some classes stay unused.
 
     Args:

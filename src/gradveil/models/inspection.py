@@ -20,7 +20,7 @@ MOST_VECTORS = 4096
 # A unit is certain to be silent if its bias outweighs any contribution of inputs of at most this size: images lie in
 # [0, 1], and activations of hidden layers are seldom larger than ten.
 LARGEST_INPUT, LARGEST_ACTIVATION = 1.0, 10.0
-# Silent units are reported from this many weights on whose gradient is always zero: those of one unit with 256 inputs.
+# Silent units are reported once this many weights have a gradient that is always zero: one unit with 256 inputs.
 # Some 1,250 are enough to recover the state of a weak generator.
 SILENT_WEIGHTS = 256
 # From this share on, kernels (3x3 or larger) that are all zero or a single value are suspicious.

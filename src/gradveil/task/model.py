@@ -59,7 +59,6 @@ class FunctionalModel:
     def __init__(self, model: nn.Module) -> None:
         _refuse_unusable(model)
         self.live = model
-        # With the tensors in the memo, a deep copy copies the structure only.
         self.tracking = _share_tensors(model)
         self.stateless = _share_tensors(model)
         self.evaluating = _share_tensors(model).eval()
@@ -87,7 +86,7 @@ class FunctionalModel:
                 raise
             raise InputError(
                 f"Task: batch norm cannot take its statistics from a single value ({error}); use a larger "
-                "batch (also no last batch of 1), put batch norm in eval mode, or use group norm"
+                "batch (and leave no last batch of 1), put batch norm in eval mode, or use group norm"
             ) from error
         return output
 
@@ -237,6 +236,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _share_tensors(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
+    # With the tensors in the memo, a deep copy copies the structure only.
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 

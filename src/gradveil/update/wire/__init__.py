@@ -11,7 +11,7 @@ infinite values, which a server must not average (buffers are passed on unchange
 forgeries: the transport must prove who sent a message.
 
 The format, version 1. Numbers are little-endian: u8 is an unsigned number of 8 bits, i64 a signed one of 64, f64 an
-IEEE double. "First in the highest bit" is the order of bits in bytes.
+IEEE double. "First in the highest bit" means that a sequence of bits fills bytes from the most significant bit down.
 
 A message::
 
@@ -159,7 +159,7 @@ def decode(
     Args:
         message: the bytes.
         locations: the set that was given to `encode`, if one was.
-        like: tensors with the expected names, shapes and types, such as ``task.parameters``; a server needs it.
+        like: tensors with the expected names, shapes and types, such as ``task.parameters``; servers should pass it.
         max_values: without `like`, how many values the layers may have in total.
     """
     with _data_errors("update"):

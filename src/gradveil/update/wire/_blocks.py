@@ -47,7 +47,7 @@ class Kind:
         number: represents the type in a message.
         dtype: the tensor's type.
         stored: integers of the same width, little-endian.
-        exponent: mask of the exponent bits, which are all set in NaN and infinity; 0 for other types than floats.
+        exponent: mask of the exponent bits, which are all set in NaN and infinity; 0 for types other than floats.
 
     Example:
         >>> Kind.of(torch.float16).stored
