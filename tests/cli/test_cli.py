@@ -460,7 +460,7 @@ def test_a_full_disk_leaves_a_folder_that_can_be_used(gradveil_command, tmp_path
         patched.setattr(os, "fsync", full)
         code, _, err = gradveil_command(*SHORT, "--out", tmp_path)
     assert code == 2
-    assert "got: No space left on device; what was saved before is as it was; make room" in err
+    assert "got: No space left on device; what was saved earlier is unchanged; free some space" in err
     assert not list(tmp_path.rglob("*.part"))
     began = (tmp_path / "config.json").exists()
     assert began == (fatal > 2)

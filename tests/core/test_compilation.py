@@ -1,4 +1,4 @@
-"""Compiled programs: as many as are asked for, and only where they earn their compilation back."""
+"""Compiled programs: there is no limit on their number, and compiling happens only if it pays off."""
 
 import functools
 
@@ -12,7 +12,7 @@ from gradveil.core import compilation
 
 @pytest.mark.filterwarnings("ignore")
 def test_there_is_no_limit_to_the_number_of_programs(monkeypatch):
-    """Torch stops after eight of one code, and all that vmap makes has one code."""
+    """Torch stops after eight programs per code object, and all functions made by vmap share one."""
     torch._dynamo.reset()
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
@@ -24,7 +24,7 @@ def test_there_is_no_limit_to_the_number_of_programs(monkeypatch):
     assert limit < 100, "the limit is lifted for our own programs only"
 
 
-def test_it_is_worth_it_where_the_gain_exceeds_the_compilation(monkeypatch):
+def test_it_is_worth_it_if_the_gain_exceeds_the_compilation(monkeypatch):
     monkeypatch.setattr(compilation, "has_compiler", lambda: True)
     enough = 10 * compilation.SECONDS_PER_TENSOR / (1 - 1 / compilation.GAIN)
     assert compilation.is_worth_it(1.01 * enough, tensors=10)

@@ -10,7 +10,7 @@ from gradveil.core.errors import OutputError
 from gradveil.core.folders import LOCK, locked, prepare_folder, replace_file, write_json
 
 
-def test_json_is_written_whole(tmp_path):
+def test_json_is_written_completely(tmp_path):
     write_json(tmp_path / "config.json", {"a": 1})
     assert json.loads((tmp_path / "config.json").read_text()) == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
@@ -30,7 +30,7 @@ def test_a_read_only_folder_is_refused(tmp_path):
         prepare_folder(Path(tmp_path), "audit")
 
 
-def test_a_full_disk_leaves_the_file_before_and_nothing_else(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     write_json(path, {"a": 1})
 
@@ -38,7 +38,7 @@ def test_a_full_disk_leaves_the_file_before_and_nothing_else(tmp_path, monkeypat
         yield b"half"
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(OutputError, match=r"config.json: .* got: No space left on device; what was saved before"):
+    with pytest.raises(OutputError, match=r"config.json: .* got: No space left on device; what was saved earlier"):
         replace_file(path, pieces())
     monkeypatch.setattr(os, "fsync", lambda _: next(iter(pieces())) and [*pieces()])
     with pytest.raises(OutputError, match="No space left on device"):
@@ -61,7 +61,7 @@ def test_a_folder_has_one_writer(tmp_path):
             pass
     with pytest.raises(KeyError), locked(tmp_path, "train", "training"):
         raise KeyError
-    with FileLock(tmp_path / LOCK, blocking=False):  # free again, after an error too
+    with FileLock(tmp_path / LOCK, blocking=False):  # the lock is released, even after an error
         pass
     with (
         pytest.raises(OutputError, match="expected a folder that can be locked"),

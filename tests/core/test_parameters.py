@@ -57,7 +57,7 @@ def test_parameters_are_checked_and_kept_in_their_type():
         ({"count": 2.5}, "made: count must be a whole number from 1 to 9"),
         ({"on": 1}, "made: on must be true or false, got 1"),
         ({"form": "c"}, "made: form must be one of a, b, got 'c'"),
-        ({"words": 3}, "made: words must be a text, got 3"),
+        ({"words": 3}, "made: words must be a string, got 3"),
     ],
 )
 def test_bad_values_are_refused(parameters, words):
@@ -65,7 +65,7 @@ def test_bad_values_are_refused(parameters, words):
         Made(**parameters)
 
 
-def test_what_a_parameter_means_stands_in_the_docstring():
+def test_meanings_of_parameters_come_from_the_docstring():
     assert meanings(Made) == {
         "size": "a number.",
         "most": "a number that may be missing.",
@@ -76,7 +76,7 @@ def test_what_a_parameter_means_stands_in_the_docstring():
     }
 
 
-def test_state_is_no_parameter_but_counts_in_equality():
+def test_state_is_not_a_parameter_but_counts_for_equality():
     before, after = Made(), Made(measured=Tensors({"w": torch.ones(2)}))
     assert before != after
     assert after == Made(measured=Tensors({"w": torch.ones(2)}))
@@ -116,7 +116,7 @@ def test_every_value_just_outside_its_range_is_refused(registry, name):
                 registry.create(name, **{parameter: value})
 
 
-def test_strengths_are_those_that_are_declared():
+def test_strengths_are_the_declared_ones():
     assert gradveil.defense("gaussian-noise").strength == Strength("std", 1e-4, 10.0, log=True)
     assert gradveil.defense("quantization").strength == Strength("bits", 16, 1, whole=True)
     assert gradveil.defense("none").strength is None

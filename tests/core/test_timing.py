@@ -1,4 +1,4 @@
-"""Times on a device that works behind our back."""
+"""Timing work on a device that runs asynchronously."""
 
 import time
 import types
@@ -10,8 +10,8 @@ from gradveil.core.timing import clock, timed
 
 
 @pytest.fixture
-def waited(monkeypatch):
-    """A device on which everything takes ten milliseconds more, once somebody waits for it."""
+def synchronized(monkeypatch):
+    """The devices that were synchronized for; each wait takes ten milliseconds."""
     calls = []
 
     def synchronize(device):
@@ -22,27 +22,27 @@ def waited(monkeypatch):
     return calls
 
 
-def test_the_device_has_finished_when_the_clock_is_read(waited):
+def test_the_device_has_finished_when_the_clock_is_read(synchronized):
     device = types.SimpleNamespace(type="slow")
     before = time.perf_counter()
     assert clock(device) >= before + 0.01
-    assert waited == [device]
+    assert synchronized == [device]
 
 
-def test_a_block_begins_and_ends_with_the_device_at_rest(waited):
+def test_a_block_begins_and_ends_with_the_device_at_rest(synchronized):
     device = types.SimpleNamespace(type="slow")
-    with timed(device) as took:
-        assert waited == [device]  # what was under way before does not count
-        assert took.seconds == 0.0
-    assert waited == [device, device]
-    assert 0.01 <= took.seconds < 0.02 + 0.5
+    with timed(device) as timing:
+        assert synchronized == [device]  # work that began earlier does not count
+        assert timing.seconds == 0.0
+    assert synchronized == [device, device]
+    assert 0.01 <= timing.seconds < 0.02 + 0.5
 
 
-def test_the_cpu_needs_no_waiting(waited):
-    with timed(torch.device("cpu")) as took:
+def test_the_cpu_needs_no_waiting(synchronized):
+    with timed(torch.device("cpu")) as timing:
         time.sleep(0.002)
-    assert took.seconds >= 0.002
-    assert waited == []
+    assert timing.seconds >= 0.002
+    assert synchronized == []
 
 
 def test_what_a_block_raises_passes():

@@ -1,4 +1,4 @@
-"""Every data test runs with a cache of its own and without the user's data folder."""
+"""Every data test runs with its own cache and without the user's data folder."""
 
 import os
 from pathlib import Path
@@ -28,7 +28,7 @@ def user_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def real_file(monkeypatch):
-    """A function that gives a real data file, or skips the test and says which file is missing."""
+    """A function that returns the path of a real data file, or skips the test and says which file is missing."""
 
     def get(name):
         path = Path(REAL_DATA or "", name)

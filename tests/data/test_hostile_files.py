@@ -1,7 +1,7 @@
-"""Files that were made to harm: refused before they cost anything; and honest ones: they cost twice their size at most.
+"""Malicious files are refused before they cost any memory; honest ones cost at most twice their size.
 
-Memory is measured in a process of its own, as the most that was resident while a data set was loaded, less what was
-resident before.
+Memory is measured in a separate process, as the peak resident memory while a data set is loaded, minus the resident
+memory before.
 """
 
 import gzip
@@ -28,12 +28,12 @@ from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.formats import read
 
 MIB = 2**20
-LARGE = 80 * MIB  # so large that a third copy is more than 64 MiB
+LARGE = 80 * MIB  # large enough that a third copy exceeds the 64 MiB
 RNG = np.random.default_rng(0)
 
 
 def pixels(*shape) -> np.ndarray:
-    """Images that compress quickly and by less than a hundred."""
+    """Images that compress quickly, and by a factor of less than a hundred."""
     count = int(np.prod(shape))
     return np.repeat(RNG.integers(0, 256, count // 16 + 1, dtype=np.uint8), 16)[:count].reshape(shape)
 
@@ -46,14 +46,14 @@ from pathlib import Path
 from gradveil import data
 from gradveil.core.errors import DataError
 
-def resident(word):
+def resident(key):
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(word))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-data.load(sys.argv[1])  # once, so that what is imported on first use is there
+data.load(sys.argv[1])  # once, so that modules imported on first use are loaded
 for path in sys.argv[2:]:
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most so far
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, result, error = resident("VmRSS"), 0, None
     try:
         loaded = data.load(path)
@@ -66,10 +66,10 @@ for path in sys.argv[2:]:
 
 
 def measured(folder: Path, paths: list[Path]) -> list[tuple[int, int, str | None]]:
-    """For each data set the bytes that loading it cost, the bytes of the result, and the error."""
+    """For each data set: the bytes that loading it cost, the bytes of the result, and the error."""
     small = folder / "small.npz"
     np.savez(small, x_train=pixels(40, 8, 8), y_train=np.arange(40) % 2)
-    # Freed memory goes back to the system at once, so that one measurement does not hide the next.
+    # Freed memory goes back to the system at once, so that one measurement does not affect the next.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", CHILD, str(small), *map(str, paths)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -96,7 +96,7 @@ def write_idx(folder: Path) -> Path:
 
 def write_npz(path: Path) -> Path:
     count = LARGE // 3072
-    np.savez_compressed(path, x_train=pixels(count, 32, 32, 3), y_train=np.arange(count) % 10)  # held out from
+    np.savez_compressed(path, x_train=pixels(count, 32, 32, 3), y_train=np.arange(count) % 10)  # without a test split
     return path
 
 
@@ -138,7 +138,7 @@ HONEST = {
 
 
 @linux
-def test_reading_costs_twice_the_result_at_most(tmp_path):
+def test_reading_costs_at_most_twice_the_result(tmp_path):
     found = measured(tmp_path, [write(tmp_path) for write in HONEST.values()])
     for kind, (cost, result, error) in zip(HONEST, found, strict=True):
         print(f"{kind}: result {result / MIB:.0f} MiB, cost {cost / MIB:.0f} MiB")
@@ -161,7 +161,7 @@ def npz_bomb(folder: Path) -> Path:
 
 
 def npz_that_lies(folder: Path) -> Path:
-    """A header that announces more than the member has."""
+    """A header that declares more than the member contains."""
     path = folder / "lies.npz"
     member = io.BytesIO()
     np.lib.format.write_array_header_1_0(member, {"descr": "|u1", "fortran_order": False, "shape": (2**40, 28, 28)})
@@ -178,7 +178,7 @@ def npz_of_something_else(folder: Path) -> Path:
 
 
 def npz_that_uses_bytes_twice(folder: Path) -> Path:
-    """Two entries of the directory that lead to the same bytes, 90 times as large as they are."""
+    """Several entries of the directory that share the same bytes, each 90 times as large as they are."""
     path = folder / "twice.npz"
     content = io.BytesIO()
     np.save(content, np.repeat(RNG.integers(0, 256, 2**16, dtype=np.uint8), 600).reshape(-1, 64, 64))
@@ -200,8 +200,8 @@ def gz_bomb(folder: Path) -> Path:
     return folder / "gz"
 
 
-def gz_that_goes_on(folder: Path) -> Path:
-    """A small announcement, and much more after it."""
+def gz_with_excess_data(folder: Path) -> Path:
+    """A small declared size, and much more data after it."""
     (folder / "on").mkdir()
     head = b"\0\0\x08\x03" + struct.pack(">3I", 10, 28, 28)
     (folder / "on" / "train-images-idx3-ubyte.gz").write_bytes(gzip.compress(head + bytes(BOMB), 1))
@@ -209,14 +209,14 @@ def gz_that_goes_on(folder: Path) -> Path:
 
 
 def pickle_bomb(folder: Path) -> Path:
-    """A place far out in the memo, for which Python's unpickler would make room."""
+    """A huge memo index, for which Python's unpickler would allocate memory."""
     (folder / "memo").mkdir()
     (folder / "memo" / "train").write_bytes(b"\x80\x02}r\xff\xff\xff\x03.")
     return folder / "memo"
 
 
 def nested_pickle_bomb(folder: Path) -> Path:
-    """Lists of the list before, eight times each: 161 bytes that become 8^12 lists when they are copied."""
+    """Each list holds the one before twice: a few bytes that become 2^16 lists when they are copied."""
     (folder / "nested").mkdir()
     levels = b"".join(b"](" + b"h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(16))
     (folder / "nested" / "train").write_bytes(b"\x80\x02]q\0" + levels + b"}U\x04data" + b"h\x10s.")
@@ -235,7 +235,7 @@ def chunk(kind: bytes, content: bytes) -> bytes:
 
 
 def image_bomb(folder: Path) -> Path:
-    """A PNG of a few bytes that announces 30,000 x 30,000 pixels."""
+    """A PNG of a few bytes that declares 30,000 x 30,000 pixels."""
     for name in ("cat", "dog"):
         (folder / "png" / name).mkdir(parents=True)
         head = chunk(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
@@ -245,7 +245,7 @@ def image_bomb(folder: Path) -> Path:
 
 
 def many_image_bombs(folder: Path) -> Path:
-    """Each of them small enough, all of them together not."""
+    """Each image is small enough by itself, but not all of them together."""
     for name in ("cat", "dog"):
         (folder / "many" / name).mkdir(parents=True)
         for number in range(4):
@@ -255,13 +255,13 @@ def many_image_bombs(folder: Path) -> Path:
 
 BOMBS = {
     npz_bomb: f"more than {MOST_GROWTH} times as much",
-    npz_that_lies: "x_train announces",
+    npz_that_lies: "x_train declares",
     npz_of_something_else: r"its member 'x_train' is not a plain \.npy array",
     npz_that_uses_bytes_twice: f"more than {MOST_GROWTH} times as much|[Oo]verlap",
     gz_bomb: f"more than {MOST_GROWTH} times as much",
-    gz_that_goes_on: r"\[10, 28, 28\] values are announced, got 7841",
+    gz_with_excess_data: r"\[10, 28, 28\] values are declared, got 7841",
     pickle_bomb: "CIFAR batch",
-    nested_pickle_bomb: "stands in several places",
+    nested_pickle_bomb: "occurs in several places",
     matlab_bomb: f"more than {MOST_GROWTH} times as much",
     image_bomb: "more than 16,777,216|decompression bomb",
     many_image_bombs: f"more than {MOST_GROWTH} times as much",
@@ -271,18 +271,18 @@ BOMBS = {
 @linux
 def test_bombs_are_refused_and_cost_nothing(tmp_path):
     paths = [bomb(tmp_path) for bomb in BOMBS]
-    for (bomb, words), path, (cost, _, error) in zip(BOMBS.items(), paths, measured(tmp_path, paths), strict=True):
+    for (bomb, message), path, (cost, _, error) in zip(BOMBS.items(), paths, measured(tmp_path, paths), strict=True):
         print(f"{bomb.__name__}: cost {cost / MIB:.1f} MiB")
         assert cost <= 64 * MIB, bomb.__name__
         assert error is not None
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=message):
             read(path)
 
 
-def test_the_largest_size_is_that_of_the_machine(monkeypatch):
+def test_the_largest_size_depends_on_the_machine(monkeypatch):
     monkeypatch.setattr("gradveil.data._limits.largest", lambda: 1000)
     check_size(1000, 1)
-    with pytest.raises(ValueError, match="announces 1,001 bytes, more than the 1,000 that are read on this machine"):
+    with pytest.raises(ValueError, match="declares 1,001 bytes, more than the 1,000 allowed on this machine"):
         check_size(1001, 1001)
 
 
@@ -304,7 +304,7 @@ def test_postscript_called_png_starts_no_program(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("ending", "options"), [("webp", {"lossless": True}), ("ppm", {}), ("jpg", {"quality": 100})])
-def test_the_formats_that_are_known_are_read(tmp_path, ending, options):
+def test_supported_formats_are_read(tmp_path, ending, options):
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (6, 4), (40, 40, 40)).save(tmp_path / name / f"x.{ending}", **options)
@@ -313,26 +313,26 @@ def test_the_formats_that_are_known_are_read(tmp_path, ending, options):
     assert abs(images.astype(int) - 40).max() <= 1
 
 
-def test_an_image_of_several_strips_is_whole(tmp_path):
-    whole = RNG.integers(0, 256, (150, 70, 3), dtype=np.uint8)
+def test_an_image_of_several_strips_is_read_completely(tmp_path):
+    image = RNG.integers(0, 256, (150, 70, 3), dtype=np.uint8)
     for name in ("cat", "dog"):
         (tmp_path / name).mkdir()
-        Image.fromarray(whole).save(tmp_path / name / "x.png")
-    np.testing.assert_array_equal(read(tmp_path).train[0][1], whole)
+        Image.fromarray(image).save(tmp_path / name / "x.png")
+    np.testing.assert_array_equal(read(tmp_path).train[0][1], image)
 
 
 # -- pickles -----------------------------------------------------------------------------------------------------------
 
 
 def array_pickle(content: bytes, times: int) -> bytes:
-    """A list of arrays that all have the same bytes, which stand in the file once."""
+    """A list of arrays that share the same bytes, which are in the file once."""
     shape = struct.pack("<i", len(content))
-    one = (
+    array = (
         b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
         b"(K\x01J" + shape + b"\x85cnumpy\ndtype\nU\x02u1\x85R\x89h\x01tb"
     )
     start = b"\x80\x02T" + shape + content + b"q\x01"
-    return start + b"}U\x01a](" + one * times + b"es."
+    return start + b"}U\x01a](" + array * times + b"es."
 
 
 @pytest.mark.parametrize("length", [10, 10_000])
@@ -349,7 +349,7 @@ def test_bytes_are_used_once(tmp_path, length):
     "content",
     [
         b"\x80\x04\x8e" + struct.pack("<Q", 2**40) + b".",  # bytes that are not there
-        b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".",  # a bytearray of as many
+        b"\x80\x05\x96" + struct.pack("<Q", 2**40) + b".",  # a bytearray of the same length
         b"\x80\x02T" + struct.pack("<i", -1) + b".",
         b"\x80\x02\x8b" + struct.pack("<i", 2**30) + b".",  # a number of a billion bytes
         b"\x80\x02" + b"]" * 100_000 + b".",

@@ -75,17 +75,17 @@ def test_different_sizes_need_a_size(tmp_path):
 
 def test_camera_rotation_is_applied(tmp_path):
     two_classes(tmp_path, size=(4, 6))
-    turned = Image.new("L", (6, 4))
-    turned.putpixel((0, 0), 255)
+    rotated = Image.new("L", (6, 4))
+    rotated.putpixel((0, 0), 255)
     exif = Image.Exif()
-    exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
-    turned.save(tmp_path / "cat" / "2.png", exif=exif)
+    exif[0x0112] = 6  # upright after a turn by 90 degrees clockwise
+    rotated.save(tmp_path / "cat" / "2.png", exif=exif)
     image = read(tmp_path).train[0][1]
     assert image.shape == (6, 4, 1)
     assert np.argwhere(image).tolist() == [[0, 3, 0]]
 
 
-def test_hidden_files_and_files_beside_the_classes_are_left_alone(tmp_path):
+def test_hidden_files_and_files_next_to_the_classes_are_ignored(tmp_path):
     two_classes(tmp_path)
     (tmp_path / "README.md").write_text("about")
     (tmp_path / ".git").mkdir()
@@ -111,7 +111,7 @@ def test_refuses_more_than_eight_bits(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"just text", b"", b"\x89PNG\r\n\x1a\n"])
-def test_refuses_a_file_that_is_no_image(tmp_path, content):
+def test_refuses_a_file_that_is_not_an_image(tmp_path, content):
     two_classes(tmp_path)
     (tmp_path / "dog" / "notes.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"notes\.txt: expected an 8-bit image.*convert it or move it out"):
@@ -143,7 +143,7 @@ def test_refuses_images_outside_of_classes(tmp_path):
 
 def test_refuses_fewer_than_two_classes(tmp_path):
     save(tmp_path / "cat" / "1.png")
-    with pytest.raises(DataError, match="at least two subfolders of images, one a class, got 1"):
+    with pytest.raises(DataError, match="at least two subfolders of images, one per class, got 1"):
         read(tmp_path)
 
 
@@ -154,10 +154,10 @@ def test_refuses_an_empty_class(tmp_path):
         read(tmp_path)
 
 
-def test_refuses_a_third_folder_beside_train_and_test(tmp_path):
+def test_refuses_a_third_folder_next_to_train_and_test(tmp_path):
     for split in ("train", "test", "val"):
         two_classes(tmp_path / split)
-    with pytest.raises(DataError, match="expected only train and test, found also val; move it out"):
+    with pytest.raises(DataError, match="expected only train and test, but found val as well; move it out"):
         read(tmp_path)
 
 

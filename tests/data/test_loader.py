@@ -56,7 +56,7 @@ class TestByName:
         assert (len(dataset.train), len(dataset.test), dataset.test.input_shape) == (8, 2, (1, 4, 4))
 
     def test_zipped_idx_files(self, user_folder):
-        """From bytes that numpy and torch may only read, all the way to tensors, without a warning."""
+        """Read-only bytes become tensors without a warning from numpy or torch."""
         folder = user_folder / "mnist"
         folder.mkdir()
         for prefix, count in (("train", 3), ("t10k", 2)):
@@ -69,7 +69,7 @@ class TestByName:
         assert dataset.test.targets.tolist() == [0, 1]
         assert dataset.classes == tuple("0123456789")
 
-    def test_a_broken_file_is_an_error_and_not_passed_over(self, user_folder):
+    def test_a_broken_file_is_an_error_and_not_skipped(self, user_folder):
         (user_folder / "mnist.npz").write_bytes(b"half")
         with pytest.raises(DataError, match=r"mnist\.npz: expected an \.npz archive"):
             data.load("mnist")
@@ -100,8 +100,8 @@ class TestByName:
         with pytest.raises(UnknownNameError, match=f"unknown dataset '{typed}'; .*{meant}"):
             data.load(typed)
 
-    def test_weights_are_no_dataset(self):
-        with pytest.raises(UnknownNameError, match="it is a file of weights"):
+    def test_weights_are_not_a_dataset(self):
+        with pytest.raises(UnknownNameError, match="it is the name of weights"):
             data.load("lpips-alex")
 
 
@@ -115,7 +115,7 @@ class TestByPath:
         assert dataset.train.targets.tolist() == arrays["y_train"].tolist()
         assert len(dataset.test) == 2
 
-    def test_text_path_to_a_folder_that_has_the_name_of_a_dataset(self, tmp_path, monkeypatch):
+    def test_string_path_to_a_folder_that_has_the_name_of_a_dataset(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         for label in "ab":
             for number in range(2):
@@ -135,13 +135,13 @@ class TestByPath:
         dataset = data.load(tmp_path / "own.npz", size=5)
         assert dataset.train.input_shape == dataset.test.input_shape == (3, 5, 5)
 
-    def test_the_size_it_has_changes_nothing(self, tmp_path):
+    def test_resizing_to_the_same_size_changes_nothing(self, tmp_path):
         write_npz(tmp_path / "own.npz")
         plain, sized = data.load(tmp_path / "own.npz"), data.load(tmp_path / "own.npz", size=8)
         assert torch.equal(plain.train.inputs, sized.train.inputs)
 
     @pytest.mark.parametrize("size", [0, -3, 2.5, "64", True])
-    def test_refuses_a_size_that_is_none(self, size):
+    def test_refuses_an_invalid_size(self, size):
         with pytest.raises(ParameterError, match="load: size must be a whole number of at least 1, got"):
             data.load("mnist", size=size)
 
@@ -178,7 +178,7 @@ class TestByPath:
 
 
 class TestHoldOut:
-    def test_takes_a_fifth_of_each_class_apart(self, tmp_path):
+    def test_holds_out_a_fifth_of_each_class(self, tmp_path):
         arrays = write_npz(tmp_path / "own.npz", count=100, labels=4)
         dataset = data.load(tmp_path / "own.npz")
         assert torch.bincount(dataset.test.targets).tolist() == [5, 5, 5, 5]
@@ -203,7 +203,7 @@ class TestHoldOut:
         for split in (dataset.train, dataset.test):
             assert torch.equal(split.inputs[:, 0, 0, 0].long() % 7, split.targets)
 
-    def test_small_classes_give_one(self, tmp_path):
+    def test_small_classes_give_one_image(self, tmp_path):
         write_npz(tmp_path / "own.npz", count=4)
         assert data.load(tmp_path / "own.npz").test.targets.sort().values.tolist() == [0, 1]
 
@@ -215,7 +215,7 @@ class TestEmbedded:
         assert torch.bincount(dataset.train.targets).tolist() == [400] * 10
         assert torch.bincount(dataset.test.targets).tolist() == [100] * 10
         assert dataset.train.input_shape == (1, 28, 28)
-        # ink covers about a fifth of a digit, and a one has least of it
+        # ink covers about a fifth of a digit, and a one has the least of it
         ink = [dataset.train.batch((dataset.train.targets == label).nonzero()[:, 0])[0].mean() for label in range(10)]
         assert 0.1 < sum(ink) / 10 < 0.16
         assert min(range(10), key=ink.__getitem__) == 1

@@ -37,7 +37,7 @@ def test_every_sample_goes_to_one_client_and_every_client_has_one(labels, client
     classes_per_client=st.integers(1, 10),
     seed=st.integers(0, 1000),
 )
-def test_classes_scheme_gives_exactly_so_many_classes_to_each(clients, classes_per_client, seed):
+def test_classes_scheme_gives_each_client_exactly_that_many_classes(clients, classes_per_client, seed):
     shares = partition(LABELS, clients, "classes", classes_per_client=classes_per_client, seed=seed)
     together = torch.cat(shares)
     assert len(together) == len(together.unique())
@@ -57,7 +57,7 @@ def test_iid_shares_differ_by_at_most_one_and_mix_the_classes():
 
 
 @pytest.mark.parametrize("scheme", ["iid", "dirichlet", "classes"])
-def test_seed_decides(scheme):
+def test_seed_decides_the_partition(scheme):
     first, again, other = (partition(LABELS, 5, scheme, seed=seed) for seed in (3, 3, 4))
     assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
     assert not all(torch.equal(one, two) for one, two in zip(first, other, strict=True))
@@ -76,7 +76,7 @@ def test_dirichlet_shares_have_the_variance_of_the_distribution(alpha):
     assert np.var(shares) == pytest.approx(expected, rel=0.15)
 
 
-def test_dirichlet_leaves_nobody_empty_where_the_draw_would():
+def test_dirichlet_leaves_no_client_empty_even_if_the_draw_does():
     shares = partition(LABELS, clients=100, scheme="dirichlet", alpha=0.01)
     assert min(len(share) for share in shares) == 1
     assert len(torch.cat(shares).unique()) == len(LABELS)
@@ -126,13 +126,13 @@ def test_refuses_parameters_out_of_range(parameters, message):
 
 @pytest.mark.parametrize("scheme", ["iid", "dirichlet", "classes"])
 @pytest.mark.parametrize("labels", [[], 3])
-def test_refuses_what_is_no_list_of_labels(labels, scheme):
+def test_refuses_anything_but_a_list_of_labels(labels, scheme):
     with pytest.raises(InputError, match="labels must be a list of whole numbers"):
         partition(labels, scheme=scheme)
 
 
 @pytest.mark.parametrize("labels", [[0.5, 1.0], [[0, 1], [1, 1]]])
-def test_samples_without_a_class_each_are_only_dealt_out_evenly(labels):
+def test_samples_without_one_class_each_can_only_be_divided_evenly(labels):
     assert sorted(torch.cat(partition(labels, clients=2)).tolist()) == [0, 1]
     for scheme in ("dirichlet", "classes"):
         with pytest.raises(InputError, match="must be a list of whole numbers .* by the scheme iid"):

@@ -29,7 +29,7 @@ def file(tmp_path_factory):
     fortran=st.booleans(),
     protocol=st.sampled_from([2, 3, 4]),
 )
-def test_arrays_are_those_that_numpy_would_read(file, array, fortran, protocol):
+def test_arrays_are_the_same_as_with_pickle(file, array, fortran, protocol):
     array = np.asfortranarray(array) if fortran else array
     content = {"a": {"deep": [(array,)]}, b"number": 3, "none": None}
     file.write_bytes(pickle.dumps(content, protocol=protocol))
@@ -54,7 +54,7 @@ def test_arrays_are_those_that_numpy_would_read(file, array, fortran, protocol):
         b"posix\nsystem",
     ],
 )
-def test_knows_no_other_global(read_bytes, name):
+def test_refuses_other_globals(read_bytes, name):
     with pytest.raises(DataError, match="was not run"):
         read_bytes(b"\x80\x02c" + name + b"\n.")
 
@@ -94,13 +94,13 @@ def test_refuses_malformed_arrays(read_bytes, state):
 
 
 @pytest.mark.parametrize("value", [[1], 3, "text", np.zeros(2, np.uint8), None])
-def test_refuses_what_is_no_dict(read_bytes, value):
+def test_refuses_anything_but_a_dict(read_bytes, value):
     with pytest.raises(DataError, match="not a dict"):
         read_bytes(pickle.dumps(value, protocol=3))
 
 
 def test_refuses_a_container_that_holds_itself(read_bytes):
-    endless = {}
-    endless["again"] = endless
-    with pytest.raises(DataError, match="stands in several places, or in itself"):
-        read_bytes(pickle.dumps(endless))
+    cyclic = {}
+    cyclic["again"] = cyclic
+    with pytest.raises(DataError, match="occurs in several places, or in itself"):
+        read_bytes(pickle.dumps(cyclic))

@@ -7,18 +7,18 @@ from gradveil import data
 from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.data import catalog, places
 
-ISSUE_NAMES = {
+DATASET_NAMES = {
     "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "mednist", "pneumonia", "bccd", "faces-orl",
     "tiny-imagenet",
 }  # fmt: skip
 
 
 def test_names_are_the_datasets_and_not_the_weights():
-    assert set(data.names()) == ISSUE_NAMES
-    assert len(data.names()) == len(ISSUE_NAMES)
+    assert set(data.names()) == DATASET_NAMES
+    assert len(data.names()) == len(DATASET_NAMES)
 
 
-def test_no_two_entries_look_for_one_file():
+def test_no_two_entries_look_for_the_same_file():
     files = [file for entry in (*catalog.DATASETS, *catalog.WEIGHTS) for file in entry.files]
     assert len(files) == len(set(files))
 
@@ -45,7 +45,7 @@ class TestFind:
         (user_folder / "lpips_alex.npz").touch()
         assert data.find("lpips-alex") == user_folder / "lpips_alex.npz"
 
-    def test_the_best_file_of_a_folder(self, user_folder):
+    def test_the_preferred_file_of_a_folder(self, user_folder):
         (user_folder / "cifar-10-batches-py").mkdir()
         assert data.find("cifar10").name == "cifar-10-batches-py"
         (user_folder / "cifar10.npz").touch()
@@ -65,7 +65,7 @@ class TestFind:
             data.find("mnist")
 
 
-def test_cache_folder_is_the_users_unless_told(monkeypatch):
+def test_cache_folder_is_the_users_unless_set(monkeypatch):
     monkeypatch.delenv("GRADVEIL_CACHE")
     assert places.cache_folder() == Path(platformdirs.user_cache_dir("gradveil"))
     monkeypatch.setenv("GRADVEIL_CACHE", "elsewhere")
@@ -73,8 +73,8 @@ def test_cache_folder_is_the_users_unless_told(monkeypatch):
 
 
 class TestStatus:
-    def test_one_row_a_name(self):
-        assert {row.name for row in data.status()} == ISSUE_NAMES | {"lpips-alex"}
+    def test_one_row_per_name(self):
+        assert {row.name for row in data.status()} == DATASET_NAMES | {"lpips-alex"}
 
     def test_found_embedded_or_missing(self, user_folder):
         (user_folder / "svhn.npz").touch()

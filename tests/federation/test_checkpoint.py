@@ -135,7 +135,7 @@ def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path, monkeypatch, call, fa
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, full)
-        with pytest.raises(OutputError, match="got: No space left on device; what was saved before is as it was"):
+        with pytest.raises(OutputError, match="got: No space left on device; what was saved earlier is unchanged"):
             run(tmp_path)
     assert not list(tmp_path.rglob("*.part"))
     assert_identical(run(None), run(tmp_path, resume=(tmp_path / FILE).exists()))

@@ -1,4 +1,4 @@
-"""Images: range, prior, blind guess, verdict and picture."""
+"""Images: range, prior, blind guess, verdict and rendering."""
 
 import io
 
@@ -13,12 +13,12 @@ from gradveil.modality import IMAGE, MODALITIES, Image
 from gradveil.modality.image import total_variation
 
 
-def test_there_is_one_and_it_has_a_name():
+def test_the_registry_creates_it_by_name():
     assert MODALITIES.create("image") == IMAGE == Image()
     assert (IMAGE.name, IMAGE.unit, IMAGE.primary) == ("image", "image", "psnr")
 
 
-def test_total_variation_skips_what_has_no_neighbours():
+def test_total_variation_skips_axes_without_neighbours():
     stripes = torch.tensor([0.0, 1.0, 0.0]).expand(1, 1, 3, 3)
     assert float(total_variation(stripes)) == 1.0
     assert float(total_variation(torch.tensor([[0.0, 1.0, 0.0]])[None, None])) == 1.0
@@ -30,7 +30,7 @@ def test_inputs_of_another_shape_have_the_range_but_no_prior():
     assert IMAGE.project(torch.tensor([[-1.0, 2.0]])).tolist() == [[0.0, 1.0]]
 
 
-def test_what_is_not_a_number_is_shown_as_grey():
+def test_nan_is_shown_as_grey():
     found = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.25]).view(1, 1, 2, 2)
     assert IMAGE.repaired(found).flatten().tolist() == [0.5, 1.0, 0.0, 0.25]
 
@@ -55,7 +55,7 @@ class TestBlindGuess:
         assert guess.dtype == torch.float32
         np.testing.assert_allclose(guess, expected, atol=1e-6)
 
-    def test_without_classes_is_the_mean_of_all(self):
+    def test_without_classes_is_the_mean_of_all_images(self):
         public = torch.tensor([0, 255], dtype=torch.uint8).view(2, 1, 1, 1)
         heights = torch.tensor([1.5, 3.0])
         assert IMAGE.blind(public, heights, torch.tensor([2.0, 2.5]), classes=None).flatten().tolist() == [0.5, 0.5]
@@ -68,7 +68,7 @@ class TestBlindGuess:
         assert guess.eq(1).all()
 
     @pytest.mark.parametrize(("name", "least", "most"), [("faces-orl", 17, 21), ("mednist", 14, 18)])
-    def test_scores_high_where_images_of_a_class_look_alike(self, real_data, name, least, most):
+    def test_scores_high_if_images_of_a_class_look_alike(self, real_data, name, least, most):
         dataset = data.load(name)
         victims, labels = dataset.test.batch(range(len(dataset.test)))
         guess = IMAGE.blind(dataset.train.inputs, dataset.train.targets, labels, classes=len(dataset.classes))

@@ -1,4 +1,4 @@
-"""What every modality promises, and a toy one that the package knows nothing of: rows of numbers, each in its range."""
+"""Checks for every modality, including a toy one from outside the package: rows of four numbers, each in its range."""
 
 import io
 import math
@@ -22,7 +22,7 @@ LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0,
 
 @dataclass(frozen=True)
 class Vector(Modality):
-    """Four numbers, stored as they are, each in a range of its own."""
+    """Four numbers, stored unchanged, each with its own range."""
 
     name, unit, primary, rule = "vector", "row", "mse", "mean squared error of at most .1"
 
@@ -63,7 +63,7 @@ def stored_images(count):
 
 @pytest.mark.parametrize(("modality", "stored"), [(IMAGE, stored_images(9)), (Vector(), stored_rows(9))], ids=str)
 class TestEveryModality:
-    def test_says_what_it_is(self, modality, stored):
+    def test_describes_itself(self, modality, stored):
         assert modality == type(modality)()
         assert all(isinstance(word, str) and word for word in (modality.name, modality.unit, modality.primary))
 
@@ -91,7 +91,7 @@ class TestEveryModality:
         assert torch.equal(modality.project(far), far)
         assert torch.isnan(modality.project(torch.full_like(first, torch.nan))).all()
 
-    def test_whatever_was_found_can_be_scored_and_shown(self, modality, stored):
+    def test_any_output_of_an_attack_can_be_scored_and_shown(self, modality, stored):
         found = modality.inputs_of(stored)
         found[0], found[1], found[2] = torch.nan, torch.inf, -torch.inf
         repaired = modality.repaired(found)
@@ -124,7 +124,7 @@ class TestEveryModality:
         torch.testing.assert_close(everything, inputs.mean(0).expand(4, *stored.shape[1:]))
 
 
-def test_modalities_of_your_own_have_a_name(monkeypatch):
+def test_other_modalities_can_be_registered(monkeypatch):
     monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     MODALITIES.register("vector")(Vector)
     assert MODALITIES.create("vector") == Vector()
@@ -166,7 +166,7 @@ def test_a_task_is_tried_on_inputs_in_the_modalitys_range():
     assert task.with_model(task.copy_model()).modality == Vector()
 
 
-def test_splits_refuse_rows_that_are_not_stored_as_they_should_be():
+def test_splits_refuse_rows_of_the_wrong_type_or_shape():
     split = Split(torch.zeros(2, 3), torch.zeros(2), Vector())
     with pytest.raises(DataError, match=r"^rows.csv: train rows must be float32 \[N, 4\], got torch.float32 \[2, 3\]"):
         Dataset("rows", (), "rows.csv", split, split)
@@ -208,15 +208,15 @@ def test_a_classifier_of_positions_trains_and_counts_positions(execution):
     task = gradveil.Task(model, input_shape=(4,), classes=2, modality=Vector(), **NORMALISATION)
     result = train(task, dataset, gradveil.defense("none"), QUICK, execution=execution)
     inputs, labels = dataset.test.batch(range(100))
-    right = result.task.predict(inputs).argmax(1) == labels
-    assert result.accuracy == pytest.approx(float(right.float().mean()))
+    correct = result.task.predict(inputs).argmax(1) == labels
+    assert result.accuracy == pytest.approx(float(correct.float().mean()))
     assert result.accuracy > 0.9
     chance = float(labels.flatten().bincount().max()) / 400
     assert performance_maintenance(0.9, chance + 0.2, dataset.test) == pytest.approx(0.9 / (chance + 0.2))
 
 
 @pytest.mark.parametrize("targets_of", [lambda rows: rows.sum(1, keepdim=True) / 9, lambda rows: (rows > 1).long()])
-def test_inputs_are_found_from_targets_of_any_shape_that_are_known(targets_of):
+def test_attacks_recover_inputs_from_known_targets_of_any_shape(targets_of):
     torch.manual_seed(0)
     rows = stored_rows(3)
     targets = targets_of(rows)

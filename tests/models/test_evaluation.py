@@ -21,7 +21,7 @@ def script():
     return module
 
 
-def test_the_weights_are_small_half_precision_and_say_how_they_were_made(script):
+def test_the_weights_are_small_half_precision_and_record_their_training(script):
     assert WEIGHTS.stat().st_size <= 6 << 20
     with safe_open(WEIGHTS, "pt") as file:
         training = json.loads(file.metadata()["training"])
@@ -36,7 +36,7 @@ def test_the_weights_are_small_half_precision_and_say_how_they_were_made(script)
     assert "tiny-imagenet" not in training["data"]
 
 
-def test_the_card_stands_beside_the_weights():
+def test_the_weights_have_a_model_card():
     card = WEIGHTS.with_suffix(".md").read_text()
     for word in ("Data", "Seed", "scripts/train_evaluation_network.py", "Scores"):
         assert word in card
@@ -73,8 +73,8 @@ def test_scores_on_data_sets_left_out_of_training(script, real_data, name, size,
     assert all(low < high for low, high in zip(scores["means"], scores["means"][1:], strict=False))
 
 
-def test_training_goes_on_after_an_interruption_as_if_there_had_been_none(script, tmp_path, monkeypatch):
-    """With two small made-up sets in place of the real ones."""
+def test_an_interrupted_training_gives_the_same_weights(script, tmp_path, monkeypatch):
+    """Uses two small artificial sets in place of the real ones."""
     monkeypatch.setattr(script, "BATCH", 4)
     monkeypatch.setattr(script, "SIZES", (8,))
     monkeypatch.setattr(script, "CHECKPOINT_EVERY", 1)
@@ -97,7 +97,7 @@ def test_training_goes_on_after_an_interruption_as_if_there_had_been_none(script
         return script.train(checkpoint).state_dict()
 
     monkeypatch.setattr(script.math, "cos", lambda _angle: 1.0)  # the schedule depends on the number of steps
-    whole = weights_after(4, tmp_path / "whole.safetensors")
-    weights_after(2, tmp_path / "parts.safetensors")
-    parts = weights_after(4, tmp_path / "parts.safetensors")
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    uninterrupted = weights_after(4, tmp_path / "uninterrupted.safetensors")
+    weights_after(2, tmp_path / "resumed.safetensors")
+    resumed = weights_after(4, tmp_path / "resumed.safetensors")
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)

@@ -24,7 +24,7 @@ def kinds(model):
 
 @pytest.mark.parametrize("init", ["default", "uniform"])
 @pytest.mark.parametrize("name", models.names())
-def test_no_alarm_on_the_zoo(name, init):
+def test_no_findings_in_our_own_models(name, init):
     side = 20 if name == "vgg11" else 12
     assert gradveil.inspect(models.create(name, input_shape=(1, side, side), classes=10, init=init)) == []
 
@@ -50,7 +50,7 @@ def test_disguised_blocks_are_found():
     block.encode.weight.copy_((block.encode.weight * factors[:, None])[order])
     block.encode.bias.copy_((block.encode.bias * factors)[order])
     block.decode.weight.copy_((block.decode.weight / factors)[:, order])
-    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)  # a disguise, not another block
+    torch.testing.assert_close(model(images), before, rtol=1e-4, atol=1e-4)  # disguised, but the same function
     found = kinds(model)
     assert "parallel-rows" in found
     renamed = nn.Sequential(nn.Flatten(), block.encode, nn.ReLU(), block.decode, nn.Unflatten(1, SHAPE), model.model)
@@ -62,11 +62,11 @@ def test_each_finding_by_itself():
     generator = torch.Generator().manual_seed(0)
     layer = nn.Linear(100, 50)
     assert gradveil.inspect(layer) == []
-    layer.weight[3:11] = layer.weight[3] * torch.randn(8, 1, generator=generator)  # eight in a crowd, signs and all
+    layer.weight[3:11] = layer.weight[3] * torch.randn(8, 1, generator=generator)  # some have the opposite sign
     (finding,) = gradveil.inspect(layer)
     assert finding.kind == "parallel-rows"
     assert "8 of its 50 rows" in str(finding)
-    layer.weight[10] = torch.randn(100, generator=generator)  # seven are not enough to tell
+    layer.weight[10] = torch.randn(100, generator=generator)  # seven are not enough
     assert gradveil.inspect(layer) == []
     assert [f.kind for f in gradveil.inspect(nn.Sequential(nn.Linear(90, 80), nn.Conv1d(3, 4, 5)))] == [
         "linear-before-convolution"
@@ -74,12 +74,12 @@ def test_each_finding_by_itself():
     large = nn.Linear(100, 50)
     large.weight.mul_(1000)
     assert [f.kind for f in gradveil.inspect(large)] == ["extreme-scale"]
-    large.weight.zero_()  # a layer that starts at zero is nothing unusual
+    large.weight.zero_()  # a layer that starts at zero is not unusual
     assert gradveil.inspect(large) == []
 
 
 def test_what_it_misses():
-    """Rows drawn apart beyond a cosine of .9 pass: the check looks for known patterns and is no proof."""
+    """Rows perturbed beyond a cosine of .9 pass: the check looks for known patterns and is not a proof."""
     layer = nn.Linear(400, 32)
     with torch.no_grad():
         layer.weight.copy_(0.05 * (1 + 0.5 * torch.randn(32, 400, generator=torch.Generator().manual_seed(0))))
@@ -88,7 +88,7 @@ def test_what_it_misses():
 
 @torch.no_grad()
 def test_silenced_units_are_found():
-    """How an active server makes gradients zero: biases that no image can outweigh."""
+    """An active server makes gradients zero by biases that no image can outweigh."""
     linear = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
     assert kinds(linear) == set()
     linear[1].bias[:4] = -1000.0
@@ -112,13 +112,13 @@ def test_a_bias_that_just_outweighs_every_image_is_found_and_a_smaller_one_is_no
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["lenet", "mlp", "mnist-cnn"])
-def test_units_that_nothing_listens_to_are_found(name):
+def test_units_that_the_next_layer_ignores_are_found(name):
     model = models.create(name, input_shape=(1, 28, 28), classes=10)
     weighted = [module for module in model.modules() if isinstance(module, nn.Conv2d | nn.Linear)]
     for module, following in pairwise(weighted):
-        each = following.weight.shape[1] // len(module.weight)
+        inputs_per_unit = following.weight.shape[1] // len(module.weight)
         silenced = min(len(module.weight), -(-256 // module.weight[0].numel()))
-        following.weight[:, : silenced * each] = 0
+        following.weight[:, : silenced * inputs_per_unit] = 0
         if silenced * module.weight[0].numel() >= 256:
             assert "unheard-units" in kinds(model)
         following.weight.normal_(std=0.05)

@@ -16,9 +16,9 @@ NORMALISED = ["convnet", "resnet10", "resnet18", "vgg11"]
 ACTIVATIONS = {"relu": nn.ReLU, "leaky-relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid, "gelu": nn.GELU}
 
 # The smallest side each model takes, worked out by hand from its kernels, strides and pools. Batch norm needs
-# two values a channel even for a single image, so the last normalised map must be larger than 1 x 1.
+# two values per channel even for a single image, so the last normalised map must be larger than 1 x 1.
 SMALLEST = {
-    "cnn6": 1,  # padded convolutions all the way: one pixel stays one pixel
+    "cnn6": 1,  # all convolutions are padded: one pixel stays one pixel
     "convnet": 9,  # two pools of 3
     "lenet": 1,
     "mlp": 1,
@@ -39,7 +39,7 @@ def flat(model):
 
 
 def tiny(name, **parameters):
-    """The model on the smallest images it takes (a few patches for vit), in float64, on batch statistics."""
+    """The model on the smallest images it takes (a few patches for vit), in float64, with batch statistics."""
     side = max(8, SMALLEST[name])
     model = models.create(name, input_shape=(1, side, side), classes=3, **parameters).double()
     generator = torch.Generator().manual_seed(1)
@@ -47,7 +47,7 @@ def tiny(name, **parameters):
     return replace_all_batch_norm_modules_(model), images, torch.tensor([0, 2])
 
 
-def test_names_are_those_of_the_plan():
+def test_names_are_the_expected_ones():
     assert models.names() == sorted(SMALLEST)
 
 
@@ -91,14 +91,14 @@ def test_parameter_counts(name, input_shape, expected):
         ),
     ],
 )
-def test_convolutions_and_pools_are_those_of_the_paper(name, expected):
-    words = []
+def test_convolutions_and_pools_match_the_paper(name, expected):
+    layers = []
     for layer in models.create(name, input_shape=CIFAR, classes=10).modules():
         if isinstance(layer, nn.Conv2d):
-            words.append(f"{layer.out_channels}k{layer.kernel_size[0]}s{layer.stride[0]}p{layer.padding[0]}")
+            layers.append(f"{layer.out_channels}k{layer.kernel_size[0]}s{layer.stride[0]}p{layer.padding[0]}")
         elif isinstance(layer, nn.MaxPool2d):
-            words.append(f"max{layer.kernel_size}")
-    assert " ".join(words) == expected
+            layers.append(f"max{layer.kernel_size}")
+    assert " ".join(layers) == expected
 
 
 def test_cnn6_is_the_network_r_gap_describes():
@@ -124,7 +124,7 @@ def test_images_need_not_be_square(name):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("name", models.names())
-def test_activation_is_the_one_asked_for_and_never_in_place(name, activation):
+def test_activation_is_the_requested_one_and_never_in_place(name, activation):
     model = models.create(name, input_shape=CIFAR, classes=10, activation=activation)
     used = [module for module in model.modules() if isinstance(module, tuple(ACTIVATIONS.values()))]
     assert used
@@ -133,14 +133,14 @@ def test_activation_is_the_one_asked_for_and_never_in_place(name, activation):
 
 
 @pytest.mark.parametrize("name", models.names())
-def test_nothing_is_dropped_out(name):
+def test_there_is_no_dropout(name):
     model, images, _ = tiny(name)
     assert torch.equal(model(images), model(images))
     assert not any("dropout" in type(module).__name__.lower() for module in model.modules())
 
 
 @pytest.mark.parametrize("name", NORMALISED)
-def test_norm_is_the_one_asked_for(name):
+def test_norm_is_the_requested_one(name):
     def build(norm):
         return models.create(name, input_shape=CIFAR, classes=10, norm=norm)
 
@@ -210,9 +210,9 @@ def test_torch_func_differentiates_it(name, parameters):
 
     direction = torch.randn(images.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     step = 1e-6
-    ahead, behind = gradient(images + step * direction, labels), gradient(images - step * direction, labels)
+    forward, backward = gradient(images + step * direction, labels), gradient(images - step * direction, labels)
     _, slope = jvp(lambda inputs: gradient(inputs, labels), (images,), (direction,))
-    difference = (ahead - behind) / (2 * step)
+    difference = (forward - backward) / (2 * step)
     assert (slope - difference).norm() < 1e-4 * slope.norm()
 
     # d/dx |g(x)|^2 / 2 along the direction, by reverse over reverse, is <g, dg> by forward over reverse.
@@ -244,12 +244,12 @@ def test_size_needed_depends_on_the_norm():
 
 
 @pytest.mark.parametrize("shape", [(1, 30, 28), (1, 28, 30), (1, 2, 2)])
-def test_vit_refuses_what_does_not_divide_into_patches(shape):
+def test_vit_refuses_images_that_do_not_divide_into_patches(shape):
     with pytest.raises(InputError, match=f"multiples of 4, its patch size, got {shape[1]} x {shape[2]}"):
         models.create("vit", input_shape=shape, classes=10)
 
 
-def test_a_model_that_fits_no_image_says_why_instead_of_naming_a_size():
+def test_a_broken_model_raises_its_own_error_instead_of_a_size():
     class Broken(ImageClassifier):
         name = "broken"
 
@@ -314,8 +314,8 @@ def test_unknown_names_are_refused_with_a_suggestion():
         models.create("lenet", input_shape=CIFAR, classes=10, norm="batch")
 
 
-def test_a_model_of_ones_own_is_built_from_its_file(tmp_path):
-    file = tmp_path / "mine.py"
+def test_a_user_model_is_built_from_its_file(tmp_path):
+    file = tmp_path / "user_model.py"
     file.write_text(
         "from torch import nn\n"
         "def build(input_shape, classes, width=3):\n"

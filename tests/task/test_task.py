@@ -31,7 +31,7 @@ def test_gradients_equal_autograd(tiny_task, tiny_batch):
         torch.testing.assert_close(got[name], expected[name], rtol=0, atol=1e-12)
 
 
-def test_per_example_gradients_are_those_of_single_examples(tiny_task, tiny_batch):
+def test_per_example_gradients_equal_those_of_single_examples(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     every = tiny_task.per_example_gradients(inputs, labels, chunk=2)
     for index in range(len(inputs)):
@@ -99,12 +99,12 @@ def test_the_error_of_the_estimate_is_as_stated(small, generator):
     """Estimate / truth is chi-square with k degrees of freedom over k: mean 1, variance 2 / k, in every coordinate."""
     task, inputs, labels, exact = small
     truth = torch.cat([value.flatten() for value in exact.values()])
-    seen = truth > 1e-12 * truth.max()
+    nonzero = truth > 1e-12 * truth.max()
     k, repeats = 4, 120
     ratios = []
     for _ in range(repeats):
         estimate = task.sensitivity(inputs, labels, directions=k, generator=generator)
-        ratios.append(torch.cat([value.flatten() for value in estimate.values()])[seen] / truth[seen])
+        ratios.append(torch.cat([value.flatten() for value in estimate.values()])[nonzero] / truth[nonzero])
     ratios = torch.stack(ratios)
     error = gradveil.task.sensitivity_error(k)
     # Five standard errors of each coordinate's mean; the spread is averaged over coordinates.
@@ -114,7 +114,7 @@ def test_the_error_of_the_estimate_is_as_stated(small, generator):
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_sensitivity_does_not_depend_on_the_memory_budget(batch_norm, generator):
-    """The budget decides how many directions run together, and whether the batch is cut; never the result."""
+    """The budget decides how many directions run together and whether the batch is split, never the result."""
     torch.manual_seed(0)
     norm = nn.BatchNorm2d(2) if batch_norm else nn.Identity()
     model = nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Sigmoid(), nn.Flatten(), nn.Linear(18, 3)).double()
@@ -217,7 +217,7 @@ def test_normalisation_is_part_of_the_task():
 
 def test_the_classifier_is_found_by_running_the_model():
     class Backwards(nn.Module):
-        """Declares its layers in another order than it uses them."""
+        """Declares its layers in a different order than it uses them."""
 
         def __init__(self):
             super().__init__()
@@ -255,7 +255,7 @@ def test_a_custom_loss_and_soft_labels(tiny_task, tiny_batch):
         (torch.zeros(2, 1, 6, 6).double(), torch.tensor([0.0, 1.0]), r"class numbers must be of an integer type"),
     ],
 )
-def test_misfitting_batches_are_refused(tiny_task, inputs, labels, message):
+def test_batches_that_do_not_fit_are_refused(tiny_task, inputs, labels, message):
     with pytest.raises(InputError, match=message):
         tiny_task.gradients(inputs, labels)
 
@@ -269,7 +269,7 @@ def test_misfitting_batches_are_refused(tiny_task, inputs, labels, message):
         (torch.zeros(1, 1, 6, 6).double(), torch.tensor([0], dtype=torch.int32), "labels must be int64"),
     ],
 )
-def test_what_is_no_batch_at_all_is_refused(tiny_task, inputs, labels, message):
+def test_malformed_batches_are_refused(tiny_task, inputs, labels, message):
     with pytest.raises(InputError, match=message):
         tiny_task.gradients(inputs, labels)
 
@@ -291,7 +291,7 @@ class TwoOutputs(nn.Linear):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (RandomOutput(), "gives other outputs for the same inputs"),
+        (RandomOutput(), "gives different outputs for the same inputs"),
         (
             nn.Sequential(nn.InstanceNorm2d(1, track_running_stats=True), nn.Flatten(), nn.Linear(4, 3)),
             "writes its buffer",
@@ -302,7 +302,7 @@ class TwoOutputs(nn.Linear):
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
-def test_models_that_are_no_function_of_the_data_are_refused(model, message):
+def test_models_that_are_not_functions_of_the_data_are_refused(model, message):
     with pytest.raises(InputError, match=message):
         gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
 
@@ -347,12 +347,12 @@ def test_tied_weights_have_one_name_and_one_gradient():
     )
 
 
-def test_the_classifier_is_the_layer_that_makes_the_logits():
+def test_only_a_linear_layer_that_computes_the_logits_is_the_classifier():
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.Unflatten(1, (3, 1)), nn.Conv1d(3, 3, 1), nn.Flatten())
     assert gradveil.Task(model, input_shape=(1, 2, 2), classes=3).classifier is None
 
 
-def test_torchs_own_attention_can_be_differentiated_twice_and_forwards():
+def test_torchs_attention_has_second_and_forward_derivatives():
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = nn.Sequential(nn.Flatten(2), layer, nn.Flatten(), nn.Linear(16, 3))
@@ -364,7 +364,7 @@ def test_torchs_own_attention_can_be_differentiated_twice_and_forwards():
     assert images.grad.abs().sum() > 0
 
 
-def test_misfitting_models_are_refused():
+def test_models_that_do_not_fit_are_refused():
     with pytest.raises(InputError, match=r"the model does not take inputs of shape \[2, 1, 3, 3\]"):
         gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), input_shape=(1, 3, 3), classes=3)
     with pytest.raises(InputError, match=r"logits of shape \[N, 5\], got \[2, 3\]"):
@@ -373,8 +373,8 @@ def test_misfitting_models_are_refused():
         gradveil.Task(nn.Linear(4, 3), "hinge", input_shape=(4,), classes=3)
 
 
-def test_the_logistic_loss_is_cross_entropy_of_two_classes_by_one_logit(generator):
-    """One logit z is the two logits (0, z)."""
+def test_the_logistic_loss_is_cross_entropy_of_two_classes_from_one_logit(generator):
+    """One logit z is equivalent to the two logits (0, z)."""
     torch.manual_seed(0)
     one = nn.Sequential(nn.Flatten(), nn.Linear(4, 1)).double()
     two = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).double()
@@ -391,13 +391,13 @@ def test_the_logistic_loss_is_cross_entropy_of_two_classes_by_one_logit(generato
     soft = soft / soft.sum(1, keepdim=True)
     torch.testing.assert_close(task.gradients(inputs, soft)["1.bias"][0], pair.gradients(inputs, soft)["1.bias"][1])
     assert task.loss_name == "logistic"
-    with pytest.raises(ParameterError, match="tells 2 classes apart, got classes=3"):
+    with pytest.raises(ParameterError, match="needs 2 classes, got classes=3"):
         gradveil.Task(one, "logistic", input_shape=(1, 2, 2), classes=3)
     with pytest.raises(InputError, match=r"logits of shape \[N, 1\], got \[2, 2\]"):
         gradveil.Task(two, "logistic", input_shape=(1, 2, 2), classes=2)
 
 
-def test_a_model_can_be_taken_out_changed_and_put_back(tiny_task, tiny_batch):
+def test_a_model_can_be_copied_changed_and_put_back(tiny_task, tiny_batch):
     moved = tiny_task.with_parameters({name: value + 0.1 for name, value in tiny_task.parameters.items()})
     copied = moved.copy_model()
     torch.testing.assert_close(copied(tiny_batch[0]), moved.outputs(moved.parameters, tiny_batch[0]))
@@ -416,7 +416,7 @@ def test_a_model_can_be_taken_out_changed_and_put_back(tiny_task, tiny_batch):
 
 
 class PerPosition(nn.Module):
-    """Names a class for each of five columns of numbers."""
+    """Predicts a class for each of five columns of numbers."""
 
     def __init__(self):
         super().__init__()
@@ -445,7 +445,7 @@ def regression():
 class TestOtherTargets:
     """Targets that are not one class per input: gradients, per-example gradients, sensitivity, training."""
 
-    def test_gradients_are_autograds_and_the_mean_of_those_of_examples(self, make):
+    def test_gradients_equal_autograd_and_the_mean_over_examples(self, make):
         task, inputs, targets = make()
         batch = inputs[:4], targets[:4]
         got, every = task.gradients(*batch), task.per_example_gradients(*batch)
@@ -470,8 +470,8 @@ class TestOtherTargets:
         task, inputs, targets = make()
         with pytest.raises(InputError, match="got 3 labels for 4 inputs"):
             task.gradients(inputs[:4], targets[:3])
-        with pytest.raises(InputError, match="mine: needs a task with one class per input, got (one for|no classes)"):
-            task.single_classes("mine")
+        with pytest.raises(InputError, match="attack: needs a task with one class per input, got (one for|no classes)"):
+            task.single_classes("attack")
 
 
 def test_class_numbers_and_probabilities_of_positions():
@@ -491,7 +491,7 @@ def test_class_numbers_and_probabilities_of_positions():
     assert int(drawn.max()) == 2
 
 
-def test_a_loss_of_your_own_needs_no_classes_and_takes_any_finite_targets():
+def test_a_custom_loss_needs_no_classes_and_takes_any_finite_targets():
     task, inputs, _ = regression()
     assert repr(task) == "Task(Sequential, input_shape=(4,), classes=None, parameters=58)"
     with pytest.raises(InputError, match="labels must be finite"):
@@ -520,7 +520,7 @@ def test_normalisation_follows_the_first_axis_of_an_input():
     assert task.with_model(task.copy_model()).classes is None
 
 
-def test_probabilities_for_a_loss_of_your_own_have_the_classes_second(tiny_task, tiny_batch):
+def test_probabilities_for_a_custom_loss_have_the_classes_second(tiny_task, tiny_batch):
     squared = gradveil.Task(tiny_task._functional.live, F.mse_loss, input_shape=(1, 6, 6), classes=4)
     with pytest.raises(InputError, match=r"must have shape \[3, 4\], got \[3\]; .* need a task with classes=None"):
         squared.gradients(tiny_batch[0], torch.rand(3).double())
@@ -533,8 +533,8 @@ DEVICES = [
 ]
 
 
-def everything(task, inputs, labels):
-    """Whatever a task computes, by name."""
+def all_results(task, inputs, labels):
+    """Everything that a task computes, by name."""
     return {
         "gradients": task.gradients(inputs, labels),
         "sensitivity": task.sensitivity(inputs[:2], labels[:2], directions=None),
@@ -554,16 +554,16 @@ def test_a_task_computes_the_same_on_every_device(device):
     task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2])
     moved = task.to(device)
     assert (moved.device.type, moved.dtype) == (device, torch.float32)
-    expected, got = everything(task, inputs, labels), everything(moved, inputs.to(device), labels.to(device))
-    for what, values in expected.items():
+    expected, got = all_results(task, inputs, labels), all_results(moved, inputs.to(device), labels.to(device))
+    for result, values in expected.items():
         for name, value in values.items():
-            assert got[what][name].device.type == device, (what, name)
-            torch.testing.assert_close(got[what][name].cpu(), value, rtol=1e-3, atol=1e-4)
+            assert got[result][name].device.type == device, (result, name)
+            torch.testing.assert_close(got[result][name].cpu(), value, rtol=1e-3, atol=1e-4)
     assert next(model.parameters()).device.type == "cpu"
 
 
 def test_everything_a_task_holds_goes_to_another_device():
-    """Tensors of the meta device have no values and compute with nothing that is elsewhere."""
+    """Tensors on the meta device have no values and cannot be combined with tensors elsewhere."""
     model, inputs, labels = with_batch_norm()
     task = gradveil.Task(model, input_shape=(1, 6, 6), classes=4, mean=[0.4], std=[0.2]).to("meta")
     assert task.device.type == "meta"
@@ -576,7 +576,7 @@ def test_everything_a_task_holds_goes_to_another_device():
     assert next(model.parameters()).device.type == "cpu"
 
 
-def test_precision_and_device_can_be_named_in_either_way(tiny_task):
+def test_precision_and_device_can_be_given_in_any_form(tiny_task):
     for moved in (
         tiny_task.to(torch.float32),
         tiny_task.to("cpu", torch.float32),
@@ -589,18 +589,18 @@ def test_precision_and_device_can_be_named_in_either_way(tiny_task):
     assert counted.buffers["1.num_batches_tracked"].dtype == torch.int64
 
 
-def test_how_a_task_differentiates_is_its_own_affair(tiny_task, tiny_batch):
-    """While one thread attacks by autograd, others vmap their own tasks."""
+def test_by_autograd_does_not_affect_other_tasks(tiny_task, tiny_batch):
+    """While one thread uses autograd, others vmap their own tasks."""
     fast = tiny_task.with_model(tiny_task.copy_model()).by_autograd()
     expected = tiny_task.gradients(*tiny_batch)
-    wrong = []
+    failures = []
 
     def loop():
         for _ in range(50):
             leaf = tiny_batch[0].clone().requires_grad_()
             got = fast.gradient(fast.parameters, leaf, tiny_batch[1])
             (slope,) = torch.autograd.grad(sum(value.square().sum() for value in got.values()), leaf)
-            wrong.extend(n for n, v in got.items() if not torch.allclose(v, expected[n]) or not slope.any())
+            failures.extend(n for n, v in got.items() if not torch.allclose(v, expected[n]) or not slope.any())
 
     thread = threading.Thread(target=loop)
     thread.start()
@@ -608,5 +608,5 @@ def test_how_a_task_differentiates_is_its_own_affair(tiny_task, tiny_batch):
         every = tiny_task.per_example_gradients(*tiny_batch)
         torch.testing.assert_close(every["3.bias"].mean(0), expected["3.bias"])
     thread.join()
-    assert not wrong
+    assert not failures
     assert torch.equal(fast.by_autograd(False).gradients(*tiny_batch)["3.bias"], expected["3.bias"])

@@ -34,7 +34,7 @@ def test_local_steps_equal_sgd_by_hand(tiny_task, tiny_batch):
         torch.testing.assert_close(start - 0.3 * update[name], weights[name])
 
 
-def test_momentum_equals_torchs_and_starts_from_rest():
+def test_momentum_equals_torchs_and_starts_at_zero():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Sigmoid(), nn.Linear(5, 3)).double()
     task = gradveil.Task(model, input_shape=(1, 6, 6), classes=3)
@@ -72,7 +72,7 @@ def test_local_steps_carry_the_statistics_of_the_last_step():
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=5).filter(lambda w: sum(w) > 0.01))
-def test_the_weighted_mean_is_the_weighted_mean(weights):
+def test_the_weighted_mean_equals_its_formula(weights):
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(len(weights), 7, generator=generator, dtype=torch.float64)
     got = weighted_mean([Update({"w": row}) for row in values], weights)["w"]

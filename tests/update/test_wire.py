@@ -21,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def sparse(shape, density, *, seed=0, dtype=torch.float32):
-    """Random values at a share of the places, zeros at the others."""
+    """Random values at a share of the places, zeros elsewhere."""
     generator = seeded(seed)
     values = torch.randn(shape, generator=generator).to(dtype)
     return values.where(torch.rand(shape, generator=generator) < density, torch.zeros((), dtype=dtype))
@@ -71,13 +71,13 @@ def test_layers_of_several_blocks(size, density):
     assert bits(wire.decode(wire.encode(Update({"w": value})))["w"]) == bits(value)
 
 
-def test_every_block_takes_the_code_that_suits_it():
+def test_every_block_uses_the_code_that_suits_it():
     """A layer that is half dense and half empty costs no more than its dense half."""
     value = torch.cat([torch.randn(2**17, generator=seeded()), torch.zeros(2**17)])
     assert length({"w": value}) < 4 * 2**17 + 200
 
 
-def test_tensors_that_do_not_lie_in_order_are_sent_in_order():
+def test_tensors_with_other_strides_are_sent_in_row_major_order():
     value = torch.randn(3, 4, 5, 6, generator=seeded()).to(memory_format=torch.channels_last)
     back = wire.decode(wire.encode(Update({"w": value, "t": value[0, 0].T})))
     assert torch.equal(back["w"], value)
@@ -85,7 +85,7 @@ def test_tensors_that_do_not_lie_in_order_are_sent_in_order():
     assert back["w"].is_contiguous()
 
 
-def test_what_is_decoded_can_be_changed():
+def test_decoded_tensors_can_be_changed():
     message = wire.encode(Update({"w": torch.ones(3), "z": torch.zeros(3)}, Meta(buffers={"n": torch.ones(2)})))
     back = wire.decode(message)
     for value in (back["w"], back["z"], back.meta.buffers["n"]):
@@ -94,7 +94,7 @@ def test_what_is_decoded_can_be_changed():
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
-def test_buffers_of_all_types_and_shapes_travel(dtype):
+def test_buffers_of_all_types_and_shapes_are_sent(dtype):
     buffers = {
         "0-d": torch.tensor(1).to(dtype),
         "empty": torch.zeros(0, 3).to(dtype),
@@ -106,7 +106,7 @@ def test_buffers_of_all_types_and_shapes_travel(dtype):
         assert (back[name].dtype, back[name].shape, bits(back[name])) == (dtype, value.shape, bits(value))
 
 
-def test_a_counter_and_statistics_that_are_not_finite_travel_as_they_are():
+def test_counters_and_statistics_that_are_not_finite_are_sent_unchanged():
     buffers = {"count": torch.tensor(2**62 + 1), "var": torch.tensor([torch.inf, -0.0])}
     back = wire.decode(wire.encode(Update({}, Meta(buffers=buffers)))).meta.buffers
     assert int(back["count"]) == 2**62 + 1
@@ -123,7 +123,7 @@ def test_a_counter_and_statistics_that_are_not_finite_travel_as_they_are():
         Meta(local=LocalSteps(momentum=0.9)),
     ],
 )
-def test_what_is_known_about_an_update_travels(meta):
+def test_the_metadata_of_an_update_is_sent(meta):
     back = wire.decode(wire.encode(Update({"w": torch.ones(1)}, meta))).meta
     assert (back.round, back.samples, back.local) == (meta.round, meta.samples, meta.local)
 
@@ -198,8 +198,8 @@ def test_zeros_of_a_quantised_layer_cost_little_whether_the_grid_has_a_zero_or_n
         assert length({"w": value}, grids={"w": grid}) < 1.1 * n * (entropy(q) / 8 + q) + 200
 
 
-def test_values_that_left_their_grid_are_sent_as_they_are():
-    """A defense after the quantising one may add noise; the bits decide, not the claim."""
+def test_values_off_their_grid_are_sent_unchanged():
+    """A later defense may add noise to quantised values; the bits decide, not the declared grid."""
     grid = Grid(-1.0, 0.5, 2)
     value = grid.values(torch.randint(0, 4, [1000], generator=seeded())) + 1e-6
     back = wire.decode(wire.encode(Update({"w": value}, Meta(grids={"w": grid}))))
@@ -254,8 +254,8 @@ def test_known_locations_change_the_bytes_and_not_the_values(dtype, shape, insid
     assert back["free"].tolist() == [1, 1]
 
 
-def test_a_filled_set_costs_no_positions_and_half_of_it_a_bit_each():
-    """The published set of aligned dual pruning: 40 % of the places; half of it goes up, all of it comes down."""
+def test_a_filled_set_costs_no_positions_and_a_half_filled_one_a_bit_per_place():
+    """Like aligned dual pruning: the published set has 40 % of the places; half is uploaded, all of it downloaded."""
     n = 300_000
     where = {"w": torch.rand(n, generator=seeded(1)) < 0.4}
     size = int(where["w"].sum())
@@ -292,7 +292,7 @@ def test_a_message_without_known_locations_needs_none():
     assert wire.decode(wire.encode(update), {"w": torch.tensor([True, True])})["w"].tolist() == [1, 0]
 
 
-def test_the_digest_tells_names_shapes_and_places_apart_but_not_order():
+def test_the_digest_distinguishes_names_shapes_and_places_but_not_order():
     a, b = torch.tensor([True, False]), torch.tensor([False, False])
     digests = {
         wire.digest(locations)
@@ -315,17 +315,17 @@ def test_locations_survive(shapes, density):
 # -- what the receiver expects ----------------------------------------------------------------------------------------
 
 
-def test_like_says_what_to_expect():
+def test_like_gives_the_expected_layers():
     update = Update({"w": torch.ones(2, 3), "b": torch.ones(3)})
     message = wire.encode(update)
     assert torch.equal(wire.decode(message, like={"b": torch.zeros(3), "w": torch.zeros(2, 3)})["w"], update["w"])
-    for like, words in (
+    for like, error in (
         ({"w": torch.ones(2, 3)}, r"expected nothing as layer 'b', got float32 \[3\]"),
         ({**update, "c": torch.ones(1)}, r"expected float32 \[1\] as layer 'c', got nothing"),
         ({**update, "w": torch.ones(3, 2)}, r"expected float32 \[3, 2\] as layer 'w', got float32 \[2, 3\]"),
         ({**update, "w": torch.ones(2, 3).half()}, r"expected float16 \[2, 3\] as layer 'w', got float32 \[2, 3\]"),
     ):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=error):
             wire.decode(message, like=like)
 
 
@@ -349,14 +349,14 @@ def test_a_short_message_cannot_declare_more_values_than_allowed():
         wire.decode_locations(locations, max_values=2999)
 
 
-def test_updates_and_locations_are_not_taken_for_each_other():
+def test_updates_and_locations_are_not_mistaken_for_each_other():
     with pytest.raises(DataError, match="expected the bytes of an encoded set of locations, .* it holds an update"):
         wire.decode_locations(wire.encode(Update({"w": torch.ones(1)})))
     with pytest.raises(DataError, match="expected the bytes of an encoded update, .* it holds locations"):
         wire.decode(wire.encode_locations({"w": torch.ones(1, dtype=torch.bool)}))
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("message", [b"", b"abc", b"\xff" * 100, bytes(8) + b"{}"])
@@ -373,7 +373,7 @@ def test_no_truncation_or_flipped_header_escapes_as_another_error(data):
         wire.decode(bytes(message[:cut]))
     place = data.draw(st.integers(0, len(message) - 1))
     message[place] ^= data.draw(st.integers(1, 255))
-    with contextlib.suppress(DataError):  # a flipped value is still an update; anything else must be this error
+    with contextlib.suppress(DataError):  # a flipped bit may still give an update; otherwise it must be this error
         assert isinstance(wire.decode(bytes(message)), Update)
 
 
@@ -395,11 +395,11 @@ def test_values_that_are_not_finite_are_not_encoded(dtype, value):
         (Update({"w": torch.ones(2, dtype=torch.bool)}), None, "layers must be floating-point numbers, got torch.bool"),
         (Update({}, Meta(buffers={"c": torch.ones(1) * 1j})), None, "expected real numbers .* got torch.complex64"),
         (Update({"w": torch.ones([1] * 33)}), None, "at most 32 dimensions, got torch.float32 in 33 dimensions"),
-        (Update({"w" * 1025: torch.ones(1)}), None, "names have at most 1024 bytes"),
+        (Update({"w" * 1025: torch.ones(1)}), None, "names must have at most 1024 bytes"),
         (Update({}, Meta(samples=-1)), None, "must fit 64 bits, got None, -1 and None"),
         (Update({}, Meta(round=2**63)), None, "must fit 64 bits"),
-        (Update({}, Meta(grids={"w": Grid(0.0, 1.0, 1)})), None, "there is a grid for 'w', but the layers are"),
-        (Update({"w": torch.ones(2)}), {"w": torch.ones(2)}, "locations must be tensors of truth values, got torch.fl"),
+        (Update({}, Meta(grids={"w": Grid(0.0, 1.0, 1)})), None, "got a grid for 'w', but the layers are"),
+        (Update({"w": torch.ones(2)}), {"w": torch.ones(2)}, "locations must be boolean tensors, got torch.fl"),
         (
             Update({"w": torch.ones(2)}),
             {"w": torch.ones(1) > 0},
@@ -412,7 +412,7 @@ def test_values_that_are_not_finite_are_not_encoded(dtype, value):
         ),
     ],
 )
-def test_what_cannot_be_sent_is_refused(update, locations, message):
+def test_updates_that_cannot_be_encoded_are_refused(update, locations, message):
     with pytest.raises(InputError, match=f"wire: .*{message}"):
         wire.encode(update, locations)
 

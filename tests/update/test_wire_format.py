@@ -1,4 +1,4 @@
-"""The format as its description says: a slow decoder in plain Python, written from it, reads what `encode` writes."""
+"""A slow decoder in plain Python, written from the description of the format, reads what `encode` writes."""
 
 import itertools
 import math
@@ -27,8 +27,8 @@ class Bytes:
         taken, self.data = self.data[:size], self.data[size:]
         return taken
 
-    def numbers(self, form: str) -> tuple:
-        return struct.unpack("<" + form, self.take(struct.calcsize("<" + form)))
+    def numbers(self, layout: str) -> tuple:
+        return struct.unpack("<" + layout, self.take(struct.calcsize("<" + layout)))
 
     def bits(self, count: int) -> list[int]:
         data = self.take(math.ceil(count / 8))
@@ -66,7 +66,7 @@ def reference_value(low: float, step: float, code: int, number: int) -> bytes:
 
 
 def reference_decode(message: bytes, locations: dict[str, list[bool]]) -> tuple[dict, dict, dict]:
-    """Names to (type, shape, bytes of the values) for layers and buffers, and the rest of the header."""
+    """Layers and buffers, as names to (type, shape, bytes of the values), and the rest of the header."""
     data = Bytes(message)
     assert data.take(8) == b"gradveil"
     version, checksum = data.numbers("HI")
@@ -75,12 +75,12 @@ def reference_decode(message: bytes, locations: dict[str, list[bool]]) -> tuple[
     assert length == len(message)
     header = Bytes(data.take(header_length))
     contents, flags, number, samples, epochs, batch_size, lr = header.numbers("BBqQQQd")
-    about = {"contents": contents, "round": number if flags & 1 else None, "samples": samples}
+    fields = {"contents": contents, "round": number if flags & 1 else None, "samples": samples}
     digest = header.take(16)
-    about["digest"] = digest if flags & 8 else None
+    fields["digest"] = digest if flags & 8 else None
     layers, buffers = header.numbers("HH")
     (momentum,) = header.numbers("d") if flags & 16 else (0.0,)
-    about["local"] = LocalSteps(epochs, batch_size if flags & 4 else None, lr, momentum) if flags & 2 else None
+    fields["local"] = LocalSteps(epochs, batch_size if flags & 4 else None, lr, momentum) if flags & 2 else None
     result: tuple[dict, dict] = ({}, {})
     for index in range(layers + buffers):
         name = header.take(*header.numbers("H")).decode()
@@ -89,18 +89,18 @@ def reference_decode(message: bytes, locations: dict[str, list[bool]]) -> tuple[
         grid = header.numbers("ddB") if header.numbers("B")[0] else None
         values = Bytes(data.take(*header.numbers("Q")))
         if index < layers:
-            whole = b""
+            content = b""
             for start in range(0, math.prod(shape), 65536):
                 stop = min(start + 65536, math.prod(shape))
                 known = locations[name][start:stop] if name in locations else None
-                whole += reference_block(values, stop - start, number, grid, known)
-            result[0][name] = (TYPE[number], shape, whole)
+                content += reference_block(values, stop - start, number, grid, known)
+            result[0][name] = (TYPE[number], shape, content)
         else:
             result[1][name] = (number, shape, values.take(math.prod(shape) * WIDTH[number]))
         assert not values.data
     assert not header.data
     assert not data.data
-    return *result, about
+    return *result, fields
 
 
 def reference_block(data: Bytes, size: int, number: int, grid: tuple | None, known: list[bool] | None) -> bytes:
@@ -110,24 +110,24 @@ def reference_block(data: Bytes, size: int, number: int, grid: tuple | None, kno
         places = [place for place in places if known[place]]
     n = len(places)
     if positions == 0:
-        have = []
+        filled = []
     elif positions == 1:
-        have = list(range(n))
+        filled = list(range(n))
     elif positions == 2:
-        have = [i for i, bit in enumerate(data.bits(n)) if bit]
+        filled = [i for i, bit in enumerate(data.bits(n)) if bit]
     elif positions == 3:
-        have = data.places(n)
+        filled = data.places(n)
     else:
-        have = sorted(set(range(n)) - set(data.places(n)))
+        filled = sorted(set(range(n)) - set(data.places(n)))
     width = WIDTH[number]
     if number == 0:
-        values = [b"\1"] * len(have)
+        values = [b"\1"] * len(filled)
     elif coded:
-        values = [reference_value(grid[0], grid[1], code, number) for code in data.codes(len(have), grid[2])]
+        values = [reference_value(grid[0], grid[1], code, number) for code in data.codes(len(filled), grid[2])]
     else:
-        values = [data.take(width) for _ in have]
+        values = [data.take(width) for _ in filled]
     block = [bytes(width)] * size
-    for i, value in zip(have, values, strict=True):
+    for i, value in zip(filled, values, strict=True):
         block[places[i]] = value
     return b"".join(block)
 
@@ -160,12 +160,12 @@ def test_the_reference_reads_what_is_written(dtype, shape, density, inside, widt
     meta = Meta(5, 8, local, buffers=buffers, grids={} if grid is None else {"w": grid})
     message = wire.encode(Update({"w": value, "ü": torch.ones(2)}, meta), locations)
     plain = {} if locations is None else {"w": locations["w"].reshape(-1).tolist()}
-    layers, others, about = reference_decode(message, plain)
+    layers, others, fields = reference_decode(message, plain)
     assert layers["w"] == (dtype, tuple(shape), raw(value))
     assert layers["ü"] == (torch.float32, (2,), raw(torch.ones(2)))
     assert others == {"count": (9, (2,), raw(buffers["count"])), "mean": (3, (3,), raw(buffers["mean"]))}
     digest = None if locations is None else wire.digest(locations)
-    assert about == {"contents": 0, "round": 5, "samples": 8, "local": local, "digest": digest}
+    assert fields == {"contents": 0, "round": 5, "samples": 8, "local": local, "digest": digest}
 
 
 @pytest.mark.parametrize("density", [0.0005, 0.1, 0.999])
@@ -173,13 +173,13 @@ def test_the_reference_reads_layers_of_several_blocks_and_locations(density):
     where = torch.rand(70_000, generator=torch.Generator().manual_seed(0)) < density
     layers, _, _ = reference_decode(wire.encode(Update({"w": where.half()})), {})
     assert layers["w"] == (torch.float16, (70_000,), raw(where.half()))
-    layers, _, about = reference_decode(wire.encode_locations({"w": where}), {})
-    assert about["contents"] == 1
+    layers, _, fields = reference_decode(wire.encode_locations({"w": where}), {})
+    assert fields["contents"] == 1
     assert layers["w"][2].count(b"\1") == int(where.sum())
 
 
-def test_every_way_to_code_a_block_is_met():
-    """Else the tests above would say nothing about it."""
+def test_every_way_to_encode_a_block_occurs():
+    """Otherwise the tests above would not cover it."""
     grid, dense = Grid(0.25, 0.25, 3), torch.linspace(1, 2, 1000).half()
     where = torch.arange(1000) % 2 == 0
     first_bytes = set()
@@ -190,12 +190,12 @@ def test_every_way_to_code_a_block_is_met():
         message = wire.encode(update, {"w": where} if known else None)
         (header_length,) = struct.unpack_from("<I", message, 22)
         first_bytes.add(message[26 + header_length])
-    ways = {positions + coded for positions in (1, 2, 3, 4) for coded in (0, 8)} | {0}
-    assert first_bytes == {way + known for way in ways for known in (0, 16)}
+    encodings = {positions + coded for positions in (1, 2, 3, 4) for coded in (0, 8)} | {0}
+    assert first_bytes == {encoding + known for encoding in encodings for known in (0, 16)}
 
 
 def test_version_1_stays_readable():
-    """A message as it was written when the format was made: whoever changes the format raises the version."""
+    """A message from when the format was defined: whoever changes the format must raise the version."""
     message = bytes.fromhex(
         "677261647665696c0100596d2914e700000000000000b4000000000b07000000000000001000000000000000020000000000"
         "00000000000000000000000000000000e03f60ab00e2444383e9efa116bfeb6c215703000100060073706172736503016400"
@@ -213,7 +213,7 @@ def test_version_1_stays_readable():
 
 
 @given(st.integers(0, 28), st.lists(st.integers(0, 2**28 - 1), max_size=70))
-def test_packed_codes_come_back_and_take_the_bytes_they_say(width, codes):
+def test_packed_codes_are_restored_and_take_the_stated_bytes(width, codes):
     values = np.array(codes, np.int64) % 2**width
     packed = pack(values, width)
     assert len(packed) == packed_size(len(codes), width)

@@ -1,8 +1,8 @@
-"""Bytes from strangers: whatever they are, `decode` gives an update or a `DataError`, and needs little memory.
+"""Untrusted bytes: whatever they are, `decode` returns an update or raises a `DataError`, and needs little memory.
 
-    GRADVEIL_FUZZ=100000 python -m pytest tests/test_wire_hostile.py -k mutated -s
+    GRADVEIL_FUZZ=100000 python -m pytest tests/update/test_wire_hostile.py -k mutated -s
 
-runs the fuzzing test at length; the default run takes a few thousand messages.
+runs the fuzzing test at length; the default run uses a few thousand messages.
 """
 
 import dataclasses
@@ -24,11 +24,11 @@ from gradveil.update.wire._blocks import KINDS, Malformed
 from gradveil.update.wire._container import LOCATIONS, UPDATE, Entry, Header, read, write
 
 BOOL, HALF, BRAIN, SINGLE, DOUBLE, BYTE, *_, LONG = KINDS
-FRAME, LENGTHS, ABOUT = 14, 12, 62  # bytes of the parts before the entries
+FRAME, LENGTHS, FIELDS = 14, 12, 62  # bytes of the parts before the entries
 
 
 def sealed(message: bytes) -> bytes:
-    """The message with length and checksum put right, so that what comes behind them is reached."""
+    """The message with length and checksum corrected, so that the decoder reads on past them."""
     rest = struct.pack("<Q", len(message)) + message[FRAME + 8 :]
     return message[:10] + struct.pack("<I", zlib.crc32(rest)) + rest
 
@@ -49,7 +49,7 @@ EMPTY = write(Header(UPDATE, [], [], 1, 2, LocalSteps(1, 2, 0.5)), [])
 MOMENTUM = write(Header(UPDATE, [], [], 1, 2, LocalSteps(1, 2, 0.5, momentum=0.9)), [])
 
 
-def test_the_message_that_the_hostile_ones_are_made_of_is_good():
+def test_the_messages_that_the_hostile_ones_are_made_from_are_valid():
     assert wire.decode(GOOD)["w"].tolist() == [1, 1, 1, 1, 0, 0, 0, 0]
     assert sealed(GOOD) == GOOD
     assert wire.decode(EMPTY).meta.local == LocalSteps(1, 2, 0.5)
@@ -58,16 +58,16 @@ def test_the_message_that_the_hostile_ones_are_made_of_is_good():
 
 HEADERS = {
     "another magic": (b"G" + GOOD[1:], "it begins with b'Gradveil'"),
-    "another version": (GOOD[:8] + b"\2\0" + GOOD[10:], "it has version 2, this is version 1"),
-    "only a frame": (GOOD[:FRAME], "14 bytes are not as many"),
-    "one byte less": (GOOD[:-1], "bytes are not as many as it says"),
-    "one byte more": (GOOD + b"\0", "bytes are not as many as it says"),
-    "one bit flipped": (GOOD[:-1] + b"\1", "checksum does not fit"),
-    "no header": (sealed(GOOD[: FRAME + LENGTHS]), "bytes should follow where 0 are left"),
+    "another version": (GOOD[:8] + b"\2\0" + GOOD[10:], "it has version 2, but version 1 is read here"),
+    "only a frame": (GOOD[:FRAME], "14 bytes is not the one it declares"),
+    "one byte less": (GOOD[:-1], "bytes is not the one it declares"),
+    "one byte more": (GOOD + b"\0", "bytes is not the one it declares"),
+    "one bit flipped": (GOOD[:-1] + b"\1", "checksum does not match"),
+    "no header": (sealed(GOOD[: FRAME + LENGTHS]), "bytes should follow, but 0 are left"),
     "a header longer than all": (with_bytes(GOOD, 22, b"\xff" * 4), "4294967295 bytes should follow"),
     "a header too short": (with_bytes(GOOD, 22, b"\x41\0\0\0"), "1 tensors are more than its header can hold"),
     "a header too long": (
-        with_bytes(write(Header(UPDATE, [], []), [b"\0"]), 22, bytes([ABOUT + 1, 0, 0, 0])),
+        with_bytes(write(Header(UPDATE, [], []), [b"\0"]), 22, bytes([FIELDS + 1, 0, 0, 0])),
         "its header has 1 bytes too many",
     ),
     "other contents": (with_bytes(GOOD, 26, b"\2"), "no message has contents 2"),
@@ -81,21 +81,24 @@ HEADERS = {
     "no batch": (with_bytes(EMPTY, 52, bytes(8)), "LocalSteps: batch_size must be"),
     "a learning rate of NaN": (with_bytes(EMPTY, 60, struct.pack("<d", float("nan"))), "LocalSteps: lr must be"),
     "a long name": (with_bytes(GOOD, 88, b"\1\4"), "a name has 1025 bytes"),
-    "a name that is no text": (with_bytes(GOOD, 90, b"\xff"), "can't decode byte"),
+    "a name that is not UTF-8": (with_bytes(GOOD, 90, b"\xff"), "can't decode byte"),
     "an unknown type": (with_bytes(GOOD, 91, b"\x0a"), "1 dimensions of type 10"),
     "33 dimensions": (with_bytes(GOOD, 92, b"\x21"), "33 dimensions of type 3"),
     "two grids": (with_bytes(GOOD, 101, b"\2"), "'w' has 2 grids"),
     "a name twice": (
         write(Header(UPDATE, [Entry("w", SINGLE, (1,), None, 1)] * 2, []), [b"\0\0"]),
-        "a name stands there twice",
+        "a name occurs twice",
     ),
     "too many values to count": (layer(b"\0", shape=(2**32, 2**31)), "'w' has the impossible shape"),
     "too many values, and none": (layer(b"", shape=(2**63, 2**63, 0)), "'w' has the impossible shape"),
-    "a layer longer than the message": (layer(b"\0", length=2), "tensors do not take the 1 bytes behind the header"),
-    "a layer shorter than the message": (layer(b"\0", length=0), "tensors do not take the 1 bytes"),
+    "a layer longer than the message": (
+        layer(b"\0", length=2),
+        "do not take exactly the 1 bytes after the header",
+    ),
+    "a layer shorter than the message": (layer(b"\0", length=0), "tensors do not take exactly the 1 bytes"),
     "whole numbers": (layer(b"\1" + bytes(64), kind=LONG), "layer 'w' holds torch.int64"),
-    "truth values": (layer(b"\1", kind=BOOL), "layer 'w' holds torch.bool"),
-    "buffers in locations": (with_bytes(EMPTY, 26, b"\1"), "it has locations and parts of an update"),
+    "booleans": (layer(b"\1", kind=BOOL), "layer 'w' holds torch.bool"),
+    "buffers in locations": (with_bytes(EMPTY, 26, b"\1"), "it mixes locations with parts of an update"),
 }
 
 UNCHECKED_GRID = object.__new__(Grid)
@@ -115,11 +118,11 @@ BLOCKS = {
         layer(b"\0", grid=UNCHECKED_GRID),
         "Grid: bits must be a whole number from 1 to 28, got 29",
     ),
-    "codes cut short": (layer(b"\x09\0", grid=Grid(0.0, 1.0, 2)), "2 bytes should follow where 1 are left"),
+    "codes cut short": (layer(b"\x09\0", grid=Grid(0.0, 1.0, 2)), "2 bytes should follow, but 1 are left"),
     "a known set without a digest": (layer(b"\x10"), "a block counts places of a known set"),
-    "too few values": (layer(b"\1" + ONES), "32 bytes should follow where 16 are left"),
-    "a bitmap without values": (layer(b"\2\xff" + ONES), "32 bytes should follow where 16 are left"),
-    "a bitmap cut short": (layer(b"\2", size=80), "10 bytes should follow where 0 are left"),
+    "too few values": (layer(b"\1" + ONES), "32 bytes should follow, but 16 are left"),
+    "a bitmap without values": (layer(b"\2\xff" + ONES), "32 bytes should follow, but 16 are left"),
+    "a bitmap cut short": (layer(b"\2", size=80), "10 bytes should follow, but 0 are left"),
     "an empty list": (layer(b"\3\0\0"), "0 positions of 8 are not stored as a list"),
     "a list of most places": (layer(b"\3\5\0" + bytes(9) + ONES), "5 positions of 8 are not stored as a list"),
     "a list of no places": (layer(b"\3\1\0\0\0" + ONES[:4], size=1), "1 positions of 1 are not stored as a list"),
@@ -142,27 +145,27 @@ BUFFERS = {
     "too many bytes": (buffer(SINGLE, (2,), ONES), "the buffer 'b' has 2 values and 16 bytes"),
     "a huge shape": (buffer(BYTE, (2**62,), b""), "values and 0 bytes"),
     "a grid": (buffer(SINGLE, (1,), ONES[:4], grid=Grid(0.0, 1.0, 1)), "the buffer 'b' has a grid"),
-    "neither true nor false": (buffer(BOOL, (1,), b"\2"), "has truth values other than 0 and 1"),
+    "neither true nor false": (buffer(BOOL, (1,), b"\2"), "has booleans other than 0 and 1"),
 }
 
 
 @pytest.mark.parametrize(
-    ("message", "words"),
+    ("message", "error"),
     [
         pytest.param(*case, id=f"{kind}: {name}")
         for kind, cases in (("header", HEADERS), ("block", BLOCKS), ("buffer", BUFFERS))
         for name, case in cases.items()
     ],
 )
-def test_hostile_messages_are_refused(message, words):
+def test_hostile_messages_are_refused(message, error):
     with pytest.raises(
-        DataError, match=f"wire: expected the bytes of an encoded update, got something else: .*{words}"
+        DataError, match=f"wire: expected the bytes of an encoded update, got something else: .*{error}"
     ):
         wire.decode(message)
 
 
-def test_lists_as_they_should_be():
-    """So that the refusals above are known to come from what was changed."""
+def test_valid_lists_are_decoded():
+    """This shows that the refusals above come from what was changed."""
     assert wire.decode(layer(b"\3\2\0\4\xc0" + ONES[:8]))["w"].tolist() == [1, 1, 0, 0, 0, 0, 0, 0]
     assert wire.decode(layer(b"\3\2\0\x09\xa0" + ONES[:8]))["w"].tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     assert wire.decode(layer(b"\4\2\0\x09\xa0" + ONES + ONES[:8]))["w"].tolist() == [1, 0, 1, 1, 1, 1, 0, 1]
@@ -190,16 +193,16 @@ def test_grids_that_overflow_are_refused(kind, low, step):
         wire.decode(message)
 
 
-def test_a_message_cannot_lie_about_the_known_set():
+def test_a_message_that_does_not_fit_the_known_set_is_refused():
     where = {"w": torch.tensor([True, False, True, False])}
     digest = wire.digest(where)
     assert wire.decode(layer(b"\x11" + ONES[:8], size=4, digest=digest), where)["w"].tolist() == [1, 0, 1, 0]
-    for message, words in (
-        (layer(b"\x11" + ONES[:4], size=4, digest=digest), "8 bytes should follow where 4 are left"),
-        (layer(b"\x11" + ONES[:8], size=5, digest=digest), "'w' has 5 places, of which the locations know 4"),
+    for message, error in (
+        (layer(b"\x11" + ONES[:4], size=4, digest=digest), "8 bytes should follow, but 4 are left"),
+        (layer(b"\x11" + ONES[:8], size=5, digest=digest), "'w' has 5 places, but the locations have 4"),
         (layer(b"\x11" + ONES[:8], size=4, digest=digest, name="v"), "but its layer has none"),
     ):
-        with pytest.raises(DataError, match=words):
+        with pytest.raises(DataError, match=error):
             wire.decode(message, where)
 
 
@@ -219,7 +222,7 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def test_a_short_message_that_declares_gigabytes_allocates_nothing():
-    """Every block in it is a lawful block of zeros: only the limit stops it."""
+    """Every block in it is a valid block of zeros, so only the limit stops it."""
     message = layer(bytes(2**15), shape=(2**31,), kind=DOUBLE)
 
     def refused() -> None:
@@ -233,7 +236,7 @@ def test_a_short_message_that_declares_gigabytes_allocates_nothing():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.3, 0.5, 0.95, 1.0])
-def test_decoding_takes_twice_the_values_and_a_little_to_work_in(dtype, density):
+def test_decoding_takes_twice_the_values_and_a_little_working_memory(dtype, density):
     generator = torch.Generator().manual_seed(0)
     where = {"w": torch.rand(2**21, generator=generator) < 0.9}
     value = torch.rand(2**21, generator=generator).to(dtype) + 1
@@ -248,7 +251,7 @@ def test_decoding_takes_twice_the_values_and_a_little_to_work_in(dtype, density)
 
 
 def corpus() -> list[tuple[bytes, dict[str, torch.Tensor] | None]]:
-    """Messages of every sort, with the locations they need."""
+    """Messages of every kind, with the locations they need."""
     generator = torch.Generator().manual_seed(0)
     messages: list[tuple[bytes, dict[str, torch.Tensor] | None]] = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -288,29 +291,29 @@ INTERESTING = [
 
 
 def mutated(message: bytes, other: bytes, rng: random.Random) -> bytes:
-    """The message after one to three changes of every sort; half of the time they hit the header."""
+    """The message after one to three random changes; half of the time they hit the header."""
     data = bytearray(message)
     for _ in range(rng.choice([1, 1, 2, 3])):
         (header_length,) = struct.unpack_from("<I", message, 22)
         end = min(26 + header_length, len(data)) if rng.random() < 0.5 else len(data)
         low = min(22, end - 1)
         at = rng.randrange(low, end)
-        sort = rng.randrange(8)
-        if sort == 0:
+        change = rng.randrange(8)
+        if change == 0:
             data[at] ^= 1 << rng.randrange(8)
-        elif sort == 1:
+        elif change == 1:
             data[at] = rng.randrange(256)
-        elif sort == 2:  # a number that lies
+        elif change == 2:  # a wrong number
             width = rng.choice([1, 2, 4, 8])
             data[at : at + width] = (rng.choice(INTERESTING) % 256**width).to_bytes(width, "little")
-        elif sort == 3:
+        elif change == 3:
             del data[max(at, 27) :]
-        elif sort == 4:
+        elif change == 4:
             data += rng.randbytes(rng.randrange(1, 40))
-        elif sort == 5:  # sections swapped
+        elif change == 5:  # sections swapped
             a, b, c = sorted(rng.randrange(low, len(data) + 1) for _ in range(3))
             data[a:c] = data[b:c] + data[a:b]
-        elif sort == 6:  # a section left out, or there twice
+        elif change == 6:  # a section removed or duplicated
             a, b = sorted(rng.randrange(low, len(data) + 1) for _ in range(2))
             data[a:b] = data[a:b] * rng.choice([0, 2])
         else:  # a section of another message
@@ -321,30 +324,30 @@ def mutated(message: bytes, other: bytes, rng: random.Random) -> bytes:
 
 
 def rebuilt(message: bytes, rng: random.Random) -> bytes:
-    """A message whose frame and lengths are all in order, but whose tensors are not what they were.
+    """A message with a valid frame and valid lengths, but changed tensors.
 
-    Changes in the middle of a message mostly stop at a length that no longer fits; these reach the blocks.
+    Changes in the middle of a message are mostly caught by a length that no longer fits; these reach the blocks.
     """
     header, reader = read(memoryview(message))
     entries = [(entry, bytearray(reader.take(entry.length))) for entry in (*header.layers, *header.buffers)]
     for _ in range(rng.choice([1, 2])):
         index = rng.randrange(len(entries))
         entry, data = entries[index]
-        sort = rng.randrange(6)
-        if sort == 0:
+        change = rng.randrange(6)
+        if change == 0:
             entry = dataclasses.replace(entry, kind=rng.choice(KINDS))
-        elif sort == 1:
+        elif change == 1:
             entry = dataclasses.replace(
                 entry, shape=tuple(rng.choice([0, 1, 2, 39, 300]) for _ in range(rng.randrange(3)))
             )
-        elif sort == 2:
+        elif change == 2:
             entry = dataclasses.replace(entry, grid=rng.choice([None, Grid(1e38, 1e38, 28), Grid(-1.0, 0.1, 1)]))
-        elif sort == 3:
+        elif change == 3:
             data += rng.randbytes(rng.randrange(1, 9))
         elif data:
             at = rng.choice([0, 0, 1, 2, rng.randrange(len(data))]) % len(data)
             data[at] = rng.choice([rng.randrange(32), rng.randrange(256)])
-            if sort == 5:
+            if change == 5:
                 del data[at + 1 : at + 1 + rng.randrange(5)]
         entries[index] = (dataclasses.replace(entry, length=len(data)), data)
     changed = [entry for entry, _ in entries]
@@ -371,7 +374,7 @@ def same(a: Update, b: Update) -> bool:
 
 
 def allowed(message: bytes) -> int:
-    """What decoding may allocate: twice what the header declares and the limit admits, and what the module states."""
+    """How much decoding may allocate: twice what the header declares within the limit, plus what the module states."""
     try:
         header, _ = read(memoryview(message))
     except Malformed:
@@ -394,9 +397,9 @@ def test_mutated_messages_are_refused_or_updates_and_need_little_memory():
     worst = 0.0
     for _ in range(int(os.environ.get("GRADVEIL_FUZZ", "4000"))):
         message, locations = rng.choice(messages)
-        sort = rng.choice(["as it is", "sealed", "sealed", "sealed", "rebuilt", "rebuilt"])
-        hostile = rebuilt(message, rng) if sort == "rebuilt" else mutated(message, rng.choice(messages)[0], rng)
-        if sort == "sealed":
+        change = rng.choice(["unsealed", "sealed", "sealed", "sealed", "rebuilt", "rebuilt"])
+        hostile = rebuilt(message, rng) if change == "rebuilt" else mutated(message, rng.choice(messages)[0], rng)
+        if change == "sealed":
             hostile = sealed(hostile)
         bound = allowed(hostile)
         tracemalloc.start()
@@ -416,7 +419,7 @@ def test_mutated_messages_are_refused_or_updates_and_need_little_memory():
         assert used <= bound, (hostile.hex(), used, bound)
         if not isinstance(result, DataError):
             outcomes["decoded"] += 1
-            assert sort != "as it is" or hostile == message
+            assert change != "unsealed" or hostile == message
         if isinstance(result, Update):
             assert all(torch.isfinite(value).all() for value in result.values())
             assert same(result, wire.decode(wire.encode(result)))
@@ -424,5 +427,5 @@ def test_mutated_messages_are_refused_or_updates_and_need_little_memory():
     print(f"\n{total} messages; worst allocation: {worst:.2f} of what is allowed")
     for outcome, count in outcomes.most_common():
         print(f"{count:7} {outcome}")
-    assert 0.05 * total < outcomes["decoded"] < 0.95 * total  # else nothing behind the checks was reached
+    assert 0.05 * total < outcomes["decoded"] < 0.95 * total  # otherwise nothing past the checks was reached
     assert len(outcomes) > 30

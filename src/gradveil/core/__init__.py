@@ -1,1 +1,1 @@
-"""What every stage stands on."""
+"""The foundations that every other package builds on."""

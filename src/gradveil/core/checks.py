@@ -26,7 +26,7 @@ def number(
         ...
     gradveil.core.errors.ParameterError: gaussian-noise: std must be a number of at least 0, got -1
     """
-    expected = "a number" + _range_words(low, high, above, below)
+    expected = "a number" + _describe_range(low, high, above, below)
     if isinstance(value, bool) or not isinstance(value, Real):
         raise ParameterError(f"{owner}: {name} must be {expected}, got {value!r} ({type(value).__name__})")
     result = float(value)
@@ -43,7 +43,7 @@ def integer(owner: str, name: str, value: object, *, low: int | None = None, hig
         ...
     gradveil.core.errors.ParameterError: idlg: iterations must be a whole number of at least 1, got 2.5 (float)
     """
-    expected = "a whole number" + _range_words(
+    expected = "a whole number" + _describe_range(
         -math.inf if low is None else low, math.inf if high is None else high, -math.inf, math.inf
     )
     if isinstance(value, bool) or not isinstance(value, Integral):
@@ -62,9 +62,9 @@ def flag(owner: str, name: str, value: object) -> bool:
 
 
 def text(owner: str, name: str, value: object) -> str:
-    """Return `value` if it is a text."""
+    """Return `value` if it is a string."""
     if not isinstance(value, str):
-        raise ParameterError(f"{owner}: {name} must be a text, got {value!r} ({type(value).__name__})")
+        raise ParameterError(f"{owner}: {name} must be a string, got {value!r} ({type(value).__name__})")
     return value
 
 
@@ -81,19 +81,16 @@ def choice(owner: str, name: str, value: object, options: Collection[str]) -> st
     return value
 
 
-def _range_words(low: float, high: float, above: float, below: float) -> str:
-    def text(bound: float) -> str:
-        return f"{bound:g}"
-
-    words = []
+def _describe_range(low: float, high: float, above: float, below: float) -> str:
+    conditions = []
     if math.isfinite(low) and math.isfinite(high):
-        return f" from {text(low)} to {text(high)}"
+        return f" from {low:g} to {high:g}"
     if math.isfinite(low):
-        words.append(f"of at least {text(low)}")
+        conditions.append(f"of at least {low:g}")
     if math.isfinite(above):
-        words.append(f"above {text(above)}")
+        conditions.append(f"above {above:g}")
     if math.isfinite(high):
-        words.append(f"at most {text(high)}")
+        conditions.append(f"at most {high:g}")
     if math.isfinite(below):
-        words.append(f"below {text(below)}")
-    return " " + " and ".join(words) if words else ""
+        conditions.append(f"below {below:g}")
+    return " " + " and ".join(conditions) if conditions else ""

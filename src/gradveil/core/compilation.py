@@ -1,4 +1,4 @@
-"""`torch.compile` for programs that run many times, the costs of attacks and the gradients of clients."""
+"""`torch.compile` for functions that run many times: the costs of attacks and the gradients of clients."""
 
 import os
 import shutil
@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-# What compiling takes, measured on two cores: lenet (10 tensors) 20 to 50 s, convnet (34) 75, resnet18 (62) 180.
+# How long compiling takes, measured on two cores: lenet (10 tensors) 20 to 50 s, convnet (34) 75, resnet18 (62) 180.
 SECONDS_PER_TENSOR = 3.5
-# What it is sure to bring: 1.3 on resnet18 and convnet, 1.5 to 2 on smaller networks.
+# The speed-up that is certain: 1.3 on resnet18 and convnet, 1.5 to 2 on smaller networks.
 GAIN = 1.3
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for each shape that it is called with.
+    """Return the function, compiled for each shape that it is called with.
 
-    All functions made by one transform, such as vmap, have one code and so one cache of compiled programs in torch.
-    From the ninth program on, torch would leave such functions uncompiled; here there is no limit.
+    All functions made by one transform, such as vmap, share one code object and therefore one cache of compiled
+    programs in torch. From the ninth program on, torch would leave such functions uncompiled; here there is no limit.
     """
     program = torch.compile(function, dynamic=False)
 
@@ -30,10 +30,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_worth_it(seconds: float, tensors: int) -> bool:
-    """Whether compiling earns its time back, rather too seldom than too often.
+    """Whether compiling earns its time back; when in doubt, the answer is no.
 
     Args:
-        seconds: what all runs of the program take uncompiled.
+        seconds: how long all runs of the program take uncompiled.
         tensors: how many tensors it differentiates by or compares; compilation takes time for each.
     """
     return seconds * (1 - 1 / GAIN) > SECONDS_PER_TENSOR * tensors and has_compiler()

@@ -10,11 +10,11 @@ class ParameterError(GradveilError, ValueError):
 
 
 class InputError(GradveilError, ValueError):
-    """Inputs, labels, gradients or a model do not fit what is asked of them."""
+    """Inputs, labels, gradients or a model do not fit each other or the operation."""
 
 
 class NotFiniteError(InputError):
-    """Gradients hold NaN or Inf: a training has diverged, or the data is broken."""
+    """Gradients hold NaN or Inf: training has diverged, or the data is broken."""
 
 
 class DataError(GradveilError):
@@ -34,8 +34,8 @@ class OutputError(GradveilError):
 
 
 class MissingPackageError(GradveilError, ImportError):
-    """Something optional was asked for whose packages are not installed."""
+    """An optional feature was requested, but its packages are not installed."""
 
 
 class PluginError(GradveilError):
-    """A plugin, a file or an installed package, is broken or not there."""
+    """A plugin, a file or an installed package, is broken or missing."""

@@ -1,8 +1,8 @@
 """Parameters of a method, declared once: type, range and strength.
 
 A method is a frozen dataclass; each of its fields is declared by one of the functions below. Checks, error messages,
-``gradveil list``, the tests of bad values and ``--match`` all read these declarations. What a parameter means stands in
-the method's docstring, under ``Args:``.
+``gradveil list``, the tests of bad values and ``--match`` all read these declarations. The meaning of a
+parameter is described in the method's docstring, under ``Args:``.
 """
 
 import dataclasses
@@ -15,21 +15,21 @@ from typing import Any
 
 from gradveil.core import checks
 
-_KEY = "gradveil"  # of a field's metadata
+_KEY = "gradveil"  # the key of a declaration in the metadata of its field
 
 
 @dataclass(frozen=True)
 class Strength:
-    """The parameter by which a method is made stronger, and between which values: more of it costs more.
+    """The parameter that sets how strong a method is, and its range; a stronger method costs more.
 
-    Fair comparisons turn it until all defenses cost the same.
+    Fair comparisons adjust it until all defenses cost the same.
 
     Args:
-        parameter: its name.
-        weak: the value at which the method does least.
-        strong: the value at which it does most.
-        log: the values between are spaced by their ratio, not by their difference.
-        whole: only whole numbers.
+        parameter: the name of the parameter.
+        weak: the value at which the method has the least effect.
+        strong: the value at which it has the most effect.
+        log: whether the values in between are spaced geometrically rather than evenly.
+        whole: whether only whole numbers are allowed.
 
     Example:
         >>> keep = Strength("keep", 1.0, 1e-4, log=True)
@@ -54,14 +54,14 @@ class Strength:
 
 @dataclass(frozen=True)
 class Parameter:
-    """What one field of a method may be.
+    """The declaration of one parameter of a method.
 
     Args:
-        check: ``(owner, name, value)``: the value as it is kept, or a `ParameterError`.
-        refused: values just outside what is allowed, for tests.
-        optional: None is allowed too.
+        check: called with ``(owner, name, value)``; returns the value to store, or raises a `ParameterError`.
+        refused: values just outside the allowed range, for tests.
+        optional: whether None is allowed too.
         strength: weakest and strongest value, if this parameter is the method's strength.
-        log: whether the values between these are spaced by their ratio.
+        log: whether the values between these are spaced geometrically.
         whole: whether only whole numbers are allowed.
 
     Example:
@@ -89,7 +89,7 @@ def number(
     strength: tuple[float, float] | None = None,
     log: bool = False,
 ) -> Any:
-    """A number in [low, high] and strictly inside (above, below); None too if it is `optional` or the default."""
+    """A number in [low, high] and strictly inside (above, below); None is allowed if `optional` or the default."""
 
     def check(owner: str, name: str, value: object) -> float:
         return checks.number(owner, name, value, low=low, high=high, above=above, below=below)
@@ -107,7 +107,7 @@ def integer(
     optional: bool = False,
     strength: tuple[float, float] | None = None,
 ) -> Any:
-    """A whole number in [low, high]; None too if it is `optional` or the default."""
+    """A whole number in [low, high]; None is allowed if `optional` or the default."""
 
     def check(owner: str, name: str, value: object) -> int:
         return checks.integer(owner, name, value, low=low, high=high)
@@ -122,48 +122,48 @@ def flag(default: bool) -> Any:
 
 
 def choice(default: str, options: Sequence[str]) -> Any:
-    """One of some words."""
+    """One of the words in `options`."""
     return _field(
         default, Parameter(lambda owner, name, value: checks.choice(owner, name, value, options), ("no such word", 1))
     )
 
 
 def text(default: str) -> Any:
-    """Any text; what it must say is for the method to check."""
+    """Any string; the method checks its content."""
     return _field(default, Parameter(checks.text, (1,)))
 
 
 def state() -> Any:
-    """Not a parameter but what `prepare` or `fit` put there; it is not in the method's name, but equality counts it."""
+    """Not a parameter but a result of `prepare` or `fit`: it counts for equality, but is not part of the spec."""
     return dataclasses.field(default=None, kw_only=True, metadata={_KEY: None})
 
 
 def has_all_state(method: Any) -> bool:
-    """Whether everything declared by `state` has been put there."""
+    """Whether every field declared by `state` has been set."""
     fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
-    return all(getattr(method, one.name) is not None for one in fields if one.metadata.get(_KEY, one) is None)
+    return all(getattr(method, field.name) is not None for field in fields if field.metadata.get(_KEY, field) is None)
 
 
 def component() -> Any:
-    """Not a parameter but a method that this one is made of."""
+    """Not a parameter but another method that this one contains."""
     return dataclasses.field(metadata={_KEY: None})
 
 
-def _field(default: Any, declared: Parameter) -> Any:
-    return dataclasses.field(default=default, metadata={_KEY: declared})
+def _field(default: Any, parameter: Parameter) -> Any:
+    return dataclasses.field(default=default, metadata={_KEY: parameter})
 
 
 def declared(method: Any) -> dict[str, Parameter]:
     """The declared parameters of a method or its class, by name."""
     fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
-    for one in fields:
-        if _KEY not in one.metadata:
+    for field in fields:
+        if _KEY not in field.metadata:
             owner = method if isinstance(method, type) else type(method)
             raise TypeError(
-                f"{owner.__name__}: the field {one.name} is not declared; write {one.name}: {_type_name(one.type)} = "
-                "number(...), or another of gradveil.core.parameters"
+                f"{owner.__name__}: the field {field.name} is not declared; write "
+                f"{field.name}: {_type_name(field.type)} = number(...), or another function of gradveil.core.parameters"
             )
-    return {one.name: one.metadata[_KEY] for one in fields if one.metadata.get(_KEY) is not None}
+    return {field.name: field.metadata[_KEY] for field in fields if field.metadata.get(_KEY) is not None}
 
 
 def _type_name(kind: object) -> str:
@@ -171,7 +171,7 @@ def _type_name(kind: object) -> str:
 
 
 def check_declared(method: Any) -> None:
-    """Check every declared parameter of a frozen method, and keep it as its check returns it."""
+    """Check every declared parameter of a frozen method, and store the value that its check returns."""
     for name, parameter in declared(method).items():
         value = getattr(method, name)
         if value is None and parameter.optional:
@@ -180,7 +180,7 @@ def check_declared(method: Any) -> None:
 
 
 def strength_of(method: Any) -> Strength | None:
-    """The declared strength of a method."""
+    """The declared strength of a method; None if it has none."""
     for name, parameter in declared(method).items():
         if parameter.strength is not None:
             return Strength(name, *parameter.strength, log=parameter.log, whole=parameter.whole)
@@ -203,4 +203,6 @@ def meanings(method: type) -> dict[str, str]:
     _, _, rest = doc.partition("\nArgs:\n")
     section = re.split(r"\n(?=\S)", rest)[0]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n     +.*)*)", section, flags=re.MULTILINE)
-    return {name.strip(): re.sub(r"\s+", " ", words).strip() for names, words in entries for name in names.split(",")}
+    return {
+        name.strip(): re.sub(r"\s+", " ", meaning).strip() for names, meaning in entries for name in names.split(",")
+    }

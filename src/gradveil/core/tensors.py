@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Their shapes by name.
+    """The shapes of the tensors by name.
 
     >>> shapes_of({"w": torch.ones(2, 3)})
     {'w': (2, 3)}
@@ -16,20 +16,20 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def misfit(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, object, object] | None:
-    """The first name under which one has another shape than the other, or none, with both; None if they fit.
+    """The first name whose shape differs or is missing in one of them, with both shapes; None if all shapes agree.
 
     >>> misfit({"w": torch.ones(2)}, {"w": torch.ones(3)}), misfit({}, {})
     (('w', (2,), (3,)), None)
     """
-    wanted, found = shapes_of(expected), shapes_of(got)
-    for name in {**wanted, **found}:
-        if wanted.get(name) != found.get(name):
-            return name, wanted.get(name, "no such tensor"), found.get(name, "no such tensor")
+    expected_shapes, got_shapes = shapes_of(expected), shapes_of(got)
+    for name in {**expected_shapes, **got_shapes}:
+        if expected_shapes.get(name) != got_shapes.get(name):
+            return name, expected_shapes.get(name, "no such tensor"), got_shapes.get(name, "no such tensor")
     return None
 
 
 class Tensors(Mapping[str, Tensor]):
-    """Named tensors that stay as they are: equal if all of them are, so that a frozen method can hold them.
+    """Immutable named tensors that compare by value, so that a frozen method can hold them.
 
     Args:
         values: the tensors by name.

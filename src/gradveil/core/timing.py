@@ -1,4 +1,4 @@
-"""How long work takes, on any device."""
+"""Measuring how long work takes, on any device."""
 
 import time
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import torch
 
 
 def clock(device: torch.device) -> float:
-    """Seconds by a clock that is read when `device` has done all it was given: accelerators work behind our back."""
+    """The time in seconds, read once `device` has finished all its work: accelerators run asynchronously."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
     return time.perf_counter()
@@ -17,10 +17,10 @@ def clock(device: torch.device) -> float:
 
 @dataclass
 class Timing:
-    """What `timed` measures.
+    """The result of `timed`.
 
     Args:
-        seconds: how long the block took, once it is left.
+        seconds: how long the block took; set when the block ends.
     """
 
     seconds: float = 0.0
@@ -28,13 +28,13 @@ class Timing:
 
 @contextmanager
 def timed(device: torch.device) -> Iterator[Timing]:
-    """How long a block of work on `device` takes.
+    """Measure how long a block of work on `device` takes.
 
-    >>> with timed(torch.device("cpu")) as took:
+    >>> with timed(torch.device("cpu")) as timing:
     ...     _ = torch.rand(3)
-    >>> took.seconds > 0
+    >>> timing.seconds > 0
     True
     """
-    took, started = Timing(), clock(device)
-    yield took
-    took.seconds = clock(device) - started
+    timing, started = Timing(), clock(device)
+    yield timing
+    timing.seconds = clock(device) - started

@@ -1,4 +1,4 @@
-"""Datasets by name or path, where they come from, and how clients share them."""
+"""Datasets by name or path, where they come from, and how they are divided among clients."""
 
 from gradveil.data.catalog import names
 from gradveil.data.dataset import Dataset, Split

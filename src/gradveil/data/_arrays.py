@@ -1,4 +1,4 @@
-"""What every reader shares: the arrays it returns, the checks on them, the error for a broken file."""
+"""What all readers share: the arrays they return, the checks on these, and the error for a broken file."""
 
 import math
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ Labelled = tuple[Array, Array]
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
-    """What a reader found: uint8 images [N, H, W, C], int64 labels [N], class names if the files have them.
+    """The result of a reader: uint8 images [N, H, W, C], int64 labels [N], class names if the files have them.
 
     Args:
         train: training images and labels.
@@ -37,7 +37,7 @@ class Arrays:
 
 
 @contextmanager
-def reading(path: Path, what: str, remedy: str = "get it again") -> Iterator[None]:
+def reading(path: Path, expected: str, remedy: str = "get it again") -> Iterator[None]:
     """Turn whatever a parser raises on a broken file into a `DataError` that names the file."""
     try:
         yield
@@ -46,44 +46,44 @@ def reading(path: Path, what: str, remedy: str = "get it again") -> Iterator[Non
     except Exception as error:
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise DataError(
-            f"{path}: expected {what}, but reading it failed ({reason}); "
+            f"{path}: expected {expected}, but reading it failed ({reason}); "
             f"the file is missing, truncated, damaged or of another kind: {remedy}"
         ) from error
 
 
 def listing(folder: Path) -> list[Path]:
-    """What a folder holds, sorted; names that begin with a dot are left out."""
+    """The contents of a folder, sorted; names that begin with a dot are left out."""
     with reading(folder, "a readable folder"):
         return sorted(child for child in folder.iterdir() if not child.name.startswith("."))
 
 
-def labelled(path: Path, which: str, images: Array, labels: Array) -> Labelled:
+def labelled(path: Path, split: str, images: Array, labels: Array) -> Labelled:
     """Images as [N, H, W, C] and labels as int64 [N], or an error that says what they should have been."""
     if images.ndim == 3:
         images = images[..., None]
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[-1] not in (1, 3):
         raise DataError(
-            f"{path}: {which} images must be uint8 [N, H, W] or [N, H, W, C] with C 1 or 3, "
+            f"{path}: {split} images must be uint8 [N, H, W] or [N, H, W, C] with C 1 or 3, "
             f"got {images.dtype} {list(images.shape)}"
         )
     if labels.ndim == 2 and labels.shape[1] == 1:
         labels = labels[:, 0]
     if labels.dtype.kind not in "iu" or labels.ndim != 1:
-        raise DataError(f"{path}: {which} labels must be whole numbers [N], got {labels.dtype} {list(labels.shape)}")
+        raise DataError(f"{path}: {split} labels must be whole numbers [N], got {labels.dtype} {list(labels.shape)}")
     if len(images) != len(labels):
         raise DataError(
-            f"{path}: {which} must have one label an image, got {len(images)} images and {len(labels)} labels"
+            f"{path}: {split} must have one label per image, got {len(images)} images and {len(labels)} labels"
         )
     return images, labels.astype(np.int64, copy=False)
 
 
 def images_at_once(shape: tuple[int, ...]) -> int:
-    """How many images are worked on together, so that copies of them as floats stay small: 2 MiB of pixels."""
+    """How many images to process together: 2 MiB of pixels, so that copies of them as floats stay small."""
     return max(1, 2**21 // max(1, math.prod(shape)))
 
 
 def resize(images: Array, size: int) -> Array:
-    """Resize uint8 images [N, H, W, C] to size x size with an antialiased bilinear filter; not cropped."""
+    """Resize uint8 images [N, H, W, C] to size x size with an antialiased bilinear filter and without cropping."""
     resized = np.empty((len(images), size, size, images.shape[-1]), np.uint8)
     chunk = images_at_once(images.shape[1:])
     for start in range(0, len(images), chunk):

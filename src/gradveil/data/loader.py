@@ -24,22 +24,22 @@ SPLIT_SEED = 0
 MOST_UNNAMED_CLASSES = 65_536
 
 SOURCES: Registry[Dataset] = Registry("dataset")
-"""Data sets of one's own by name: functions that return a `Dataset`, of any modality."""
+"""User-defined data sets by name: functions that return a `Dataset` of any modality."""
 
 
 def load(name: str | os.PathLike[str], size: int | None = None, **parameters: Any) -> Dataset:
     """Load a dataset.
 
-    A name is looked for in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then among what
-    came with the installation (`mnist` only: 4,000 + 1,000 digits). Anything else is taken as a path; write
-    ``./mnist`` for a folder that has the name of a dataset. Where the files hold only one split, a fifth of
-    each class becomes the test split and both come in a random order, the same on every machine.
+    A name is looked up in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then in the
+    installation (`mnist` only: 4,000 + 1,000 digits). Anything else is taken as a path; write ``./mnist`` for a
+    folder that has the name of a dataset. If the files hold only one split, a fifth of each class becomes the test
+    split, and both splits are shuffled in an order that is the same on every machine.
 
     Args:
         name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
             `gradveil.data.formats`).
-        size: resize the images to size x size (antialiased, not cropped).
-        parameters: of a data set from `SOURCES`; the others take none.
+        size: resize the images to size x size, antialiased and without cropping.
+        parameters: parameters of a data set from `SOURCES`; the others take none.
 
     Example:
         >>> digits = load("mnist")
@@ -60,7 +60,7 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
     if not path.exists():
         if isinstance(name, str) and not path.suffix and len(path.parts) == 1:
             catalog.entry(name)  # a mistyped name gets suggestions
-            raise UnknownNameError(f"unknown dataset {name!r}; it is a file of weights: gradveil.data.find finds it")
+            raise UnknownNameError(f"unknown dataset {name!r}; it is the name of weights: use gradveil.data.find")
         raise DataError(f"{path}: no such file or folder")
     return _dataset(str(name), path.name, read(path, size), (), size)
 
@@ -78,7 +78,7 @@ def _load_named(name: str, size: int | None) -> Dataset:
 
 def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, ...], size: int | None) -> Dataset:
     if arrays.test:
-        splits = [_split(whole, np.arange(len(whole[1])), size) for whole in (arrays.train, arrays.test)]
+        splits = [_split(part, np.arange(len(part[1])), size) for part in (arrays.train, arrays.test)]
     else:
         splits = [_split(arrays.train, chosen, size) for chosen in _hold_out(source, arrays.train[1])]
     return Dataset(
@@ -101,8 +101,8 @@ def _numbered_classes(source: str, labels: Array) -> tuple[str, ...]:
 
 
 def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
-    """Which images are for training, in a random order, and which are the test split: a fifth of each class."""
-    # RandomState and not a Generator: its stream is frozen, so the split is the same with every numpy.
+    """The indices of the training images and of the test images, a fifth of each class, both in random order."""
+    # RandomState and not a Generator: its stream is frozen, so the split is the same with every version of numpy.
     rng = np.random.RandomState(SPLIT_SEED)
     held_out = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -110,7 +110,7 @@ def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
         if len(members) < 2:
             raise DataError(
                 f"{source}: class {label} has one image, but train and test need one each; "
-                "add images or give train and test apart"
+                "add images or provide train and test separately"
             )
         held_out[members[: max(1, round(TEST_SHARE * len(members)))]] = True
     order = rng.permutation(len(labels))
@@ -118,14 +118,14 @@ def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
 
 
 def _split(labelled: Labelled, chosen: Array, size: int | None) -> Split:
-    """The chosen images, channels first, copied a few at a time: whole copies would cost thrice the result."""
+    """The chosen images, channels first, copied in chunks: full copies would cost three times the result."""
     images, labels = labelled
     height, width, channels = images.shape[1:]
     resized = size is not None and (height, width) != (size, size)
     sides = (size, size) if size is not None else (height, width)
-    turned = np.empty((len(chosen), channels, *sides), np.uint8)
+    channels_first = np.empty((len(chosen), channels, *sides), np.uint8)
     step = images_at_once(images.shape[1:])
     for start in range(0, len(chosen), step):
         part = images[chosen[start : start + step]]
-        turned[start : start + step] = (resize(part, sides[0]) if resized else part).transpose(0, 3, 1, 2)
-    return Split(torch.from_numpy(turned), torch.from_numpy(labels[chosen]))
+        channels_first[start : start + step] = (resize(part, sides[0]) if resized else part).transpose(0, 3, 1, 2)
+    return Split(torch.from_numpy(channels_first), torch.from_numpy(labels[chosen]))

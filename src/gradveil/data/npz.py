@@ -1,4 +1,4 @@
-"""Reading ``.npz`` archives: only arrays that were asked for, only plain ones, each checked before it is read."""
+"""Reading ``.npz`` archives: only the requested arrays, only plain ones, each checked before it is read."""
 
 import math
 import zipfile
@@ -14,32 +14,32 @@ from gradveil.data._limits import check_size, fill
 
 MOST_MEMBERS = 1000
 MOST_DIRECTORY = 2**20
-_ENDING = ".npy"
-_ENCRYPTED = 1
+_SUFFIX = ".npy"
+_ENCRYPTED = 1  # a bit of the flags of a member
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, Array]:
-    """The arrays of an ``.npz`` that have one of `names`, or all; pickled objects in it are refused.
+    """Read the arrays called `names` from an ``.npz``, or all of them; pickled objects are refused.
 
-    Every member must be an ``.npy``. The sizes that the archive's directory and the arrays' headers announce must
+    Every member must be an ``.npy``. The sizes that the archive's directory and the arrays' headers declare must
     agree, and are checked against `gradveil.data._limits` before anything is allocated; nothing beyond them is
-    decompressed. Arrays of other names are not read.
+    decompressed. Arrays with other names are not read.
     """
     with reading(path, "an .npz archive of plain arrays"):
         if not path.is_file():
             raise ValueError("not a file")
-        with path.open("rb") as file, zipfile.ZipFile(_SmallReads(file)) as archive:
+        with path.open("rb") as file, zipfile.ZipFile(_BoundedReads(file)) as archive:
             members = {_name(member): member for member in archive.infolist()}
             if len(members) != len(archive.infolist()) or len(members) > MOST_MEMBERS:
                 raise ValueError(f"expected at most {MOST_MEMBERS} members, none twice, got {len(archive.infolist())}")
-            wanted = {name: member for name, member in members.items() if names is None or name in names}
-            # By the file and not by what the members claim: two of them may claim the same bytes.
-            check_size(sum(member.file_size for member in wanted.values()), path.stat().st_size)
-            return {name: _read(archive, name, member) for name, member in wanted.items()}
+            requested = {name: member for name, member in members.items() if names is None or name in names}
+            # Compared with the size of the file, not of the members: two members may share the same bytes.
+            check_size(sum(member.file_size for member in requested.values()), path.stat().st_size)
+            return {name: _read(archive, name, member) for name, member in requested.items()}
 
 
-class _SmallReads:
-    """A file that is read little by little: the directory of an archive, which is read at once, must be small."""
+class _BoundedReads:
+    """A file with a limit on each read, because `zipfile` reads the directory of an archive at once."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -53,9 +53,9 @@ class _SmallReads:
 
 
 def _name(member: zipfile.ZipInfo) -> str:
-    if not member.filename.endswith(_ENDING) or member.flag_bits & _ENCRYPTED:
-        raise ValueError(f"its member {member.filename[:80]!r} is not a plain {_ENDING} array")
-    return member.filename.removesuffix(_ENDING)
+    if not member.filename.endswith(_SUFFIX) or member.flag_bits & _ENCRYPTED:
+        raise ValueError(f"its member {member.filename[:80]!r} is not a plain {_SUFFIX} array")
+    return member.filename.removesuffix(_SUFFIX)
 
 
 def _read(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> Array:
@@ -64,14 +64,14 @@ def _read(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> Array
     with archive.open(member) as stream:
         shape, in_fortran_order, dtype = _header(stream)
         if dtype.hasobject:
-            raise ValueError(f"{name} holds Python objects, which only a pickle could bring back")
-        announced, there = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
-        if announced != there or any(side < 0 for side in shape):
-            raise ValueError(f"{name} announces {list(shape)} of {dtype}, {announced:,} bytes, and has {there:,}")
+            raise ValueError(f"{name} holds Python objects, which only a pickle could restore")
+        declared, available = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
+        if declared != available or any(side < 0 for side in shape):
+            raise ValueError(f"{name} declares {list(shape)} of {dtype}, {declared:,} bytes, and has {available:,}")
         array = np.empty(shape[::-1] if in_fortran_order else shape, dtype)
-        # Beyond the end, where there is nothing, lies the check of the member's checksum.
-        if (got := fill(array, stream)) != announced or stream.read(1):
-            raise ValueError(f"{name} announces {announced:,} bytes and has {got:,}")
+        # Reading past the end makes zipfile verify the checksum of the member.
+        if (got := fill(array, stream)) != declared or stream.read(1):
+            raise ValueError(f"{name} declares {declared:,} bytes and has {got:,}")
     return array.T if in_fortran_order else array
 
 
@@ -81,4 +81,4 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         return npy.read_array_header_1_0(stream)
     if version == (2, 0):
         return npy.read_array_header_2_0(stream)
-    raise ValueError(f"an array of the format {version} is not known here")
+    raise ValueError(f"an array of the format {version} is not supported")

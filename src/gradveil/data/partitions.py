@@ -1,4 +1,4 @@
-"""How clients share the samples of a dataset: evenly, by Dirichlet draws, or a few classes each."""
+"""Dividing the samples of a dataset among clients: evenly, by Dirichlet draws, or with a few classes each."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ from gradveil.core.errors import InputError, ParameterError
 
 Indices = npt.NDArray[np.int64]
 SCHEMES = ("iid", "dirichlet", "classes")
-LARGEST_ALPHA = 1e6  # all shares are equal long before; near the largest float the draw would overflow
+LARGEST_ALPHA = 1e6  # all shares are equal long before that; near the largest float the draw would overflow
 
 
 def partition(
@@ -23,28 +23,27 @@ def partition(
     classes_per_client: int = 2,
     seed: int = 0,
 ) -> list[Tensor]:
-    """Deal the samples out to clients; no sample goes to two, and no client is left without one.
+    """Divide the samples among clients; no sample goes to two clients, and every client gets at least one.
 
     - ``iid``: a random equal share each; sizes differ by at most one.
     - ``dirichlet``: the shares of each class among the clients are one draw of Dirichlet(alpha, ..., alpha)
       (Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019). A small
-      alpha makes clients unlike each other. A client that the draw leaves empty takes one sample from the
-      client that then has most.
+      alpha makes clients differ more. A client that gets no sample takes one from the client that has the most.
     - ``classes``: each client holds exactly `classes_per_client` classes, after the pathological split of
-      McMahan et al. ("Communication-Efficient Learning of Deep Networks", AISTATS 2017). All classes get
-      equally many holders, give or take one; a class is shared evenly by its holders. With fewer places
-      (clients x classes_per_client) than classes, the classes without a holder stay unused.
+      McMahan et al. ("Communication-Efficient Learning of Deep Networks", AISTATS 2017). The numbers
+      of clients per class differ by at most one, and the clients of a class share it evenly. With fewer places
+      (clients x classes_per_client) than classes, some classes stay unused.
 
     Args:
         labels: the label of each sample, a class number unless the scheme is ``iid``.
         clients: number of clients.
         scheme: ``"iid"``, ``"dirichlet"`` or ``"classes"``.
-        alpha: concentration of the Dirichlet draw, above 0 and at most a million; only ``dirichlet`` reads it.
-        classes_per_client: number of classes a client holds; only ``classes`` reads it.
-        seed: same seed, same partition.
+        alpha: concentration of the Dirichlet draw, above 0 and at most a million; used by ``dirichlet`` only.
+        classes_per_client: number of classes per client; used by ``classes`` only.
+        seed: the same seed gives the same partition.
 
     Returns:
-        One int64 tensor of sample indices a client, in random order.
+        One int64 tensor of sample indices per client, in random order.
 
     Example:
         >>> shares = partition([0, 0, 1, 1, 2, 2], clients=3, scheme="classes", classes_per_client=1)
@@ -74,11 +73,11 @@ def partition(
 
 def _checked_labels(targets: Tensor, scheme: str) -> Indices:
     if scheme == "iid" and targets.ndim and targets.numel():
-        return np.zeros(len(targets), np.int64)  # any will do
+        return np.zeros(len(targets), np.int64)  # the labels do not matter
     if targets.ndim != 1 or targets.numel() == 0 or targets.is_floating_point() or targets.is_complex():
         raise InputError(
             f"partition: labels must be a list of whole numbers with at least one entry, got {targets.dtype} of shape "
-            f"{tuple(targets.shape)}; samples without a class each can only be dealt out by the scheme iid"
+            f"{tuple(targets.shape)}; samples without one class each can only be divided by the scheme iid"
         )
     array: Indices = targets.cpu().numpy().astype(np.int64)
     return array
@@ -93,16 +92,16 @@ def _dirichlet(targets: Indices, clients: int, alpha: float, rng: np.random.Gene
     for label in np.unique(targets):
         members = _members(targets, label, rng)
         shares = rng.dirichlet(np.full(clients, alpha))
-        # Cutting at rounded cumulative shares hands out every sample exactly once.
+        # Cutting at rounded cumulative shares assigns every sample exactly once.
         cuts = np.rint(np.cumsum(shares[:-1]) * len(members)).astype(np.int64)
         for part, chunk in zip(parts, np.split(members, cuts), strict=True):
             part.append(chunk)
-    dealt = [np.concatenate(part) for part in parts]
-    for client, share in enumerate(dealt):
+    assigned = [np.concatenate(part) for part in parts]
+    for client, share in enumerate(assigned):
         if len(share) == 0:
-            richest = max(range(clients), key=lambda other: len(dealt[other]))
-            dealt[client], dealt[richest] = dealt[richest][:1], dealt[richest][1:]
-    return dealt
+            largest = max(range(clients), key=lambda other: len(assigned[other]))
+            assigned[client], assigned[largest] = assigned[largest][:1], assigned[largest][1:]
+    return assigned
 
 
 def _few_classes(targets: Indices, clients: int, classes_per_client: int, rng: np.random.Generator) -> list[Indices]:
@@ -114,7 +113,7 @@ def _few_classes(targets: Indices, clients: int, classes_per_client: int, rng: n
         )
     holders: list[list[int]] = [[] for _ in present]
     for client in range(clients):
-        # The least held classes first, ties at random: the numbers of holders never differ by more than one.
+        # Classes with the fewest holders first, ties at random: their numbers of holders never differ by more than one.
         order = np.lexsort(np.stack([rng.random(len(present)), [len(held) for held in holders]]))
         for position in order[:classes_per_client]:
             holders[position].append(client)

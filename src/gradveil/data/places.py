@@ -1,4 +1,4 @@
-"""Where data lies: the user's folder, then the cache, then what came with the installation."""
+"""Where data is looked up: the user's folder, then the cache, then the installation."""
 
 import os
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Status:
         licence: its licence.
         citation: the work to cite.
         found: where it is, ``"embedded"`` if it came with the installation, or None.
-        how: how to get it (in full, if it is embedded in part).
+        how: how to get it (all of it, if only part is embedded).
 
     Example:
         >>> row = {row.name: row for row in status()}["cifar10"]
@@ -64,7 +64,7 @@ def find(name: str) -> Path | None:
 
 
 def missing(name: str) -> DataError:
-    """The error for a name that was found nowhere: where was looked, and what to do."""
+    """The error for a name that was not found: where it was looked for, and what to do."""
     entry = catalog.entry(name)
     folders = " and ".join(str(folder) for folder in search_folders())
     hint = "" if os.environ.get(USER_FOLDER) else f" ({USER_FOLDER} is not set)"
@@ -76,7 +76,7 @@ def missing(name: str) -> DataError:
 
 
 def status() -> list[Status]:
-    """What is known by name, what of it is here, and how to get the rest."""
+    """All datasets and weights known by name, where they were found, and how to get them."""
     return [
         Status(
             name=entry.name,

@@ -26,40 +26,40 @@ class Modality(ABC):
 
     name: ClassVar[str]
     unit: ClassVar[str]
-    """What one example is called in words."""
+    """What one example is called in text, such as "image"."""
     primary: ClassVar[str]
     """The metric by which attacks are ranked."""
     dimensions: ClassVar[int | None] = None
-    """How many numbers an input shape has; None: any."""
+    """How many dimensions an input has; None if any number is allowed."""
     guess: ClassVar[str] = "the public mean of the class"
-    """What the blind guess is, in words."""
+    """A description of the blind guess."""
     rule: ClassVar[str]
-    """When an example has leaked, in words that go after "has a"."""
+    """When an example has leaked, phrased to follow "has a"."""
     threshold: ClassVar[float | None] = None
-    """By the primary metric: from where on an example can be recognised, for charts."""
+    """The value of the primary metric from which an example can be recognised, for charts."""
     margin: ClassVar[str | None] = None
-    """By how much a leak must beat the blind guess, in words that go before "that guess"."""
+    """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse a modality that reports could not put into words."""
+        """Refuse a modality without the texts that reports need."""
         super().__init_subclass__()
-        for wanted in ("unit", "primary", "rule"):
-            if not isinstance(getattr(cls, wanted, None), str):
-                raise TypeError(f"{cls.__name__}: a modality says its {wanted}, a text; write {wanted} = ...")
+        for required in ("unit", "primary", "rule"):
+            if not isinstance(getattr(cls, required, None), str):
+                raise TypeError(f"{cls.__name__}: a modality must define {required} as a string; add {required} = ...")
 
     @abstractmethod
     def check_stored(self, where: str, stored: Tensor) -> None:
-        """Refuse (`DataError`) examples that are not stored as they should be; `where` begins the message."""
+        """Refuse examples of the wrong type or shape with a `DataError` whose message begins with `where`."""
 
     @abstractmethod
     def inputs_of(self, stored: Tensor) -> Tensor:
-        """Stored examples as the inputs of a task."""
+        """Convert stored examples to inputs of a task."""
 
     @abstractmethod
     def start(
         self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Random inputs of `shape`, ``(..., *input_shape)``: where a search begins."""
+        """Random inputs of `shape`, ``(..., *input_shape)``, from which a search starts."""
 
     @abstractmethod
     def project(self, inputs: Tensor) -> Tensor:
@@ -70,20 +70,20 @@ class Modality(ABC):
         """Whether an example has leaked.
 
         Args:
-            scores: its reconstruction's, by metric; None: could not be computed.
-            blind: what the blind guess scores for it by the primary metric; None: there is no blind guess to beat.
+            scores: the scores of its reconstruction by metric; None for a metric that could not be computed.
+            blind: the score of the blind guess by the primary metric; None if there is no blind guess to beat.
         """
 
     @abstractmethod
     def render(self, examples: Tensor) -> bytes:
-        """A batch of inputs as one PNG."""
+        """Render a batch of inputs as one PNG."""
 
     @abstractmethod
     def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
-        """Width and height of what `render` makes of `count` inputs."""
+        """Width and height of the image that `render` makes of `count` inputs."""
 
     def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
-        """How unlikely a batch ``[N, *input_shape]`` looks, as a differentiable scalar; None: nothing is known.
+        """How unlikely a batch ``[N, *input_shape]`` looks, as a differentiable scalar; None without a prior.
 
         Args:
             inputs: the batch.
@@ -92,17 +92,17 @@ class Modality(ABC):
         return None
 
     def probe(self, count: int, input_shape: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """`count` inputs to try a model on, the same every time."""
+        """`count` fixed inputs to try a model on."""
         generator = derived_generator(0, "probe")
         start = self.start((count, *input_shape), generator, dtype=torch.float32, device=generator.device)
         return start.to(device, dtype)
 
     def decode(self, found: Tensor) -> Tensor:
-        """The examples that the result of a search stands for."""
+        """Convert the result of a search to examples."""
         return found
 
     def repaired(self, found: Tensor) -> Tensor:
-        """Whatever an attack came back with, as inputs that can be scored and shown: finite and in range."""
+        """Make the output of an attack finite and in range, so that it can be scored and shown."""
         return self.project(found.nan_to_num())
 
     def mean(self, stored: Tensor) -> Tensor:
@@ -112,15 +112,15 @@ class Modality(ABC):
     def blind(self, stored: Tensor, targets: Tensor, wanted: Tensor, classes: int | None) -> Tensor:
         """The blind guess: for each wanted class, the mean of the public examples of that class.
 
-        Scored like an attack, it tells what the label and public data alone are worth, with no gradient at all; that
-        is a lot where the examples of a class look alike. Where examples have no class of their own, the guess is the
-        mean of all public examples.
+        Scored like an attack, it tells how much the label and public data reveal without any gradient, which is a lot
+        if the examples of a class look alike. If the targets are not classes, the guess is the mean of all public
+        examples.
 
         Args:
             stored: the public examples ``[M, ...]``.
             targets: their targets ``[M, ...]``.
             wanted: the victims' targets ``[N, ...]``.
-            classes: how many classes there are; None: the targets are no classes.
+            classes: how many classes there are; None if the targets are not classes.
 
         >>> public = torch.tensor([0, 255, 255], dtype=torch.uint8).reshape(3, 1, 1, 1)
         >>> image = MODALITIES.create("image")
@@ -135,11 +135,11 @@ class Modality(ABC):
         if classes is None or targets.ndim != 1:
             mean = self.mean(stored)
             return mean.expand(len(wanted), *mean.shape)
-        for whose, given in (("public", targets), ("victims'", wanted)):
-            if given.numel() and not 0 <= int(given.min()) <= int(given.max()) < classes:
+        for owner, labels in (("public", targets), ("victims'", wanted)):
+            if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
                 raise InputError(
-                    f"blind guess: {whose} labels must lie between 0 and {classes - 1}, "
-                    f"got {int(given.min())} to {int(given.max())}"
+                    f"blind guess: {owner} labels must lie between 0 and {classes - 1}, "
+                    f"got {int(labels.min())} to {int(labels.max())}"
                 )
         means = {}
         for label in set(wanted.tolist()):

@@ -1,4 +1,4 @@
-"""Images: floats in [0, 1], stored as bytes; smooth; recognised by PSNR and SSIM."""
+"""Images: floats in [0, 1], stored as bytes, with total variation as their prior, judged by PSNR and SSIM."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from gradveil.modality.base import MODALITIES, Modality
 pillow = OptionalModule("PIL.Image", "rendering images")
 
 NAN_GREY = 0.5
-"""What a NaN pixel counts as: the guess that is never off by more than half the range."""
+"""The value that replaces a NaN pixel: it is never wrong by more than half the range."""
 
 LEAK_PSNR = 15.0  # dB
 LEAK_SSIM = 0.5
@@ -24,7 +24,7 @@ LEAK_MARGIN = 2.0  # dB above the blind guess
 @MODALITIES.register("image")
 @dataclass(frozen=True)
 class Image(Modality):
-    """Images ``[C, H, W]`` in [0, 1], stored as bytes. Inputs of another shape have the range but no prior.
+    """Images ``[C, H, W]`` in [0, 1], stored as bytes. Inputs of other shapes share the range but have no prior.
 
     Example:
         >>> image = Image()
@@ -46,7 +46,7 @@ class Image(Modality):
     margin = f"{LEAK_MARGIN:g} dB above"
 
     def check_stored(self, where: str, stored: Tensor) -> None:
-        """They must be ``uint8 [N, C, H, W]``, grey or colour."""
+        """Refuse anything but ``uint8 [N, C, H, W]``, grey or colour."""
         if stored.dtype != torch.uint8 or stored.ndim != 4 or stored.shape[1] not in (1, 3):
             raise DataError(
                 f"{where} images must be uint8 [N, C, H, W] with 1 or 3 channels, "
@@ -54,7 +54,7 @@ class Image(Modality):
             )
 
     def inputs_of(self, stored: Tensor) -> Tensor:
-        """Bytes as float32 in [0, 1]."""
+        """Convert bytes to float32 in [0, 1]."""
         return stored.float() / 255
 
     def start(
@@ -64,11 +64,11 @@ class Image(Modality):
         return torch.rand(tuple(shape), generator=generator, dtype=dtype, device=device)
 
     def project(self, inputs: Tensor) -> Tensor:
-        """Clamped to [0, 1]."""
+        """Clamp to [0, 1]."""
         return inputs.clamp(0, 1)
 
     def repaired(self, found: Tensor) -> Tensor:
-        """Clamped to [0, 1], with NaN as mid-grey."""
+        """Clamp to [0, 1], with NaN as mid-grey."""
         return self.project(found.nan_to_num(nan=NAN_GREY))
 
     def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
@@ -76,7 +76,7 @@ class Image(Modality):
         return total_variation(inputs, rounding=rounding) if inputs.ndim == 4 else None
 
     def mean(self, stored: Tensor) -> Tensor:
-        """The sum of whole numbers is exact in float64, and the images need no copy in float."""
+        """Sum the bytes in float64: that is exact, and needs no copy of the images as floats."""
         return (stored.sum(dim=0, dtype=torch.float64) / (255 * len(stored))).float()
 
     def leaked(self, scores: Mapping[str, float | None], blind: float | None) -> bool:
@@ -91,7 +91,7 @@ class Image(Modality):
         return recognisable and (blind is None or psnr >= blind + LEAK_MARGIN)
 
     def render(self, examples: Tensor) -> bytes:
-        """A horizontal strip."""
+        """Render a horizontal strip."""
         pixels = self.repaired(examples).mul(255).round().byte()
         strip = torch.cat(list(pixels), dim=-1).permute(1, 2, 0)
         content = BytesIO()
@@ -99,7 +99,7 @@ class Image(Modality):
         return content.getvalue()
 
     def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
-        """`count` images side by side."""
+        """Width and height of `count` images side by side."""
         _, height, width = input_shape
         return width * count, height
 
@@ -108,15 +108,14 @@ IMAGE = Image()
 
 
 def total_variation(images: Tensor, *, rounding: float = 0.0) -> Tensor:
-    """Mean absolute difference of neighbouring pixels, down plus across.
+    """Mean absolute difference between neighbouring pixels, vertical plus horizontal.
 
     Args:
         images: any tensor whose last two axes are height and width.
-        rounding: rounds the kink of the absolute value off, ``sqrt(d^2 + rounding^2)``, for optimisers that need
-            a smooth cost.
+        rounding: smooths the absolute value, ``sqrt(d^2 + rounding^2)``, for optimisers that need a smooth cost.
     """
-    down = images[..., 1:, :] - images[..., :-1, :]
-    across = images[..., :, 1:] - images[..., :, :-1]
-    axes = [axis for axis in (down, across) if axis.numel()] or [images.new_zeros(1)]
-    sizes = [(axis.square() + rounding**2).sqrt() if rounding else axis.abs() for axis in axes]
+    vertical = images[..., 1:, :] - images[..., :-1, :]
+    horizontal = images[..., :, 1:] - images[..., :, :-1]
+    differences = [axis for axis in (vertical, horizontal) if axis.numel()] or [images.new_zeros(1)]
+    sizes = [(axis.square() + rounding**2).sqrt() if rounding else axis.abs() for axis in differences]
     return torch.stack([size.mean() for size in sizes]).sum()

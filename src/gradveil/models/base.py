@@ -27,7 +27,7 @@ INITS = ("default", "uniform")
 NORMS = ("batch", "frozen", "group", "none")
 GROUPS = 32  # of group normalisation, the default of its paper (Wu & He, ECCV 2018)
 
-# No model here shrinks an image by more than 32; one that needs a larger side than this is broken, not picky.
+# No model here shrinks an image by more than 32; one that needs a larger side than this is broken.
 _LARGEST_MINIMUM = 128
 
 
@@ -37,7 +37,7 @@ class Description(NamedTuple):
     Args:
         summary: what the model is, in one line.
         paper: where it comes from.
-        parameters: the names `create` takes for it, with their defaults.
+        parameters: the parameters that `create` takes for it, with their defaults.
 
     Example:
         >>> summary, paper, parameters = describe("lenet")
@@ -51,18 +51,18 @@ class Description(NamedTuple):
 
 
 class ImageClassifier(nn.Module):
-    """A feature extractor and a linear layer from its output to the logits: the shape of every model here.
+    """A feature extractor and a linear layer from its output to the logits: the structure of every model here.
 
-    A model is a registered subclass that states its `paper` and builds its features. Its keyword-only
-    parameters are what `create` takes for it; the first line of its docstring is what `gradveil list` says.
+    A model is a registered subclass that names its `paper` and builds its features. Its keyword-only
+    parameters are those that `create` takes for it; `gradveil list` prints the first line of its docstring.
 
     Args:
         features: turns a batch of images into a batch of vectors.
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
-        init: "default" leaves torch's initial values, "uniform" draws every parameter from uniform(-.5, .5)
+        classes: the number of logits.
+        init: "default" keeps torch's initial values, "uniform" draws every parameter from uniform(-.5, .5)
             as the DLG paper does (Zhu et al., NeurIPS 2019).
-        bias: whether the linear layer has one.
+        bias: whether the linear layer has a bias.
 
     Example:
         >>> class Linear(ImageClassifier):
@@ -81,7 +81,7 @@ class ImageClassifier(nn.Module):
         checks.integer(self.name, "classes", classes, low=1)
         checks.choice(self.name, "init", init, INITS)
         self.features = features
-        self.classifier = nn.Linear(self._features_or_refuse(input_shape), classes, bias=bias)
+        self.classifier = nn.Linear(self._checked_feature_count(input_shape), classes, bias=bias)
         if init == "uniform":
             for parameter in self.parameters():
                 nn.init.uniform_(parameter, -0.5, 0.5)
@@ -91,7 +91,7 @@ class ImageClassifier(nn.Module):
         logits: Tensor = self.classifier(self.features(images))
         return logits
 
-    def _features_or_refuse(self, input_shape: Sequence[int]) -> int:
+    def _checked_feature_count(self, input_shape: Sequence[int]) -> int:
         channels, height, width = image_shape(self.name, input_shape)
         try:
             return _feature_count(self.features, channels, height, width)
@@ -106,11 +106,11 @@ class ImageClassifier(nn.Module):
 
 
 class NormalisedClassifier(ImageClassifier, ABC):
-    """An image classifier made of convolutions with normalisation; a subclass says of which, in `layers`.
+    """An image classifier made of convolutions with normalisation; a subclass builds them in `layers`.
 
     Args:
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         norm: "batch", "frozen" (batch norm with fixed statistics), "group" (32 groups) or "none".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
@@ -139,20 +139,20 @@ class NormalisedClassifier(ImageClassifier, ABC):
 
     @abstractmethod
     def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
-        """What makes features of images with so many channels, before they are flattened."""
+        """The layers that turn images with `channels` channels into features, without the final flattening."""
 
 
 def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int = 0, **parameters: object) -> nn.Module:
     """Build the model called `name` in training mode; the global random state is left as it was.
 
     Args:
-        name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of one's own: the file is run as Python code, with
-            all rights of the caller, and the function is called with `input_shape`, `classes` and the parameters, and
-            returns the module. Never name a file that you would not run.
+        name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of your own: the file is run as Python code with
+            all rights of the caller, and the function, which must return the module, is called with `input_shape`,
+            `classes` and the parameters. Never name a file that you would not run.
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
-        seed: of the initial weights; the same seed gives the same weights.
-        parameters: of the model, for example ``activation="relu"`` or ``init="uniform"``; see `describe`.
+        classes: the number of logits.
+        seed: seed of the initial weights; the same seed gives the same weights.
+        parameters: parameters of the model, for example ``activation="relu"`` or ``init="uniform"``; see `describe`.
 
     >>> model = create("lenet", input_shape=(3, 32, 32), classes=10, init="uniform")
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -172,7 +172,7 @@ def names() -> list[str]:
 
 
 def describe(name: str) -> Description:
-    """What the model called `name` is, where it comes from and what `create` takes for it.
+    """What the model called `name` is, where it comes from and which parameters `create` takes for it.
 
     >>> describe("lenet").parameters
     {'activation': 'sigmoid', 'init': 'default'}
@@ -188,9 +188,9 @@ def describe(name: str) -> Description:
 
 
 def _create_from_file(reference: str, **arguments: object) -> nn.Module:
-    """Run a user's Python file, with all that it may do, and call its function."""
-    path, at, function = reference.rpartition("@")
-    if not at:
+    """Run a user's Python file, which may do anything, and call its function."""
+    path, separator, function = reference.rpartition("@")
+    if not separator:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, got no function; write {reference}@NAME")
     if not Path(path).is_file():
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
@@ -219,7 +219,7 @@ def image_shape(owner: str, input_shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def activation_layer(owner: str, activation: str, *, slope: float = 0.01) -> nn.Module:
-    """The activation called `activation`; `slope` is that of LeakyReLU on its negative side."""
+    """The activation called `activation`; `slope` is the negative slope of LeakyReLU."""
     checks.choice(owner, "activation", activation, ACTIVATIONS)
     return nn.LeakyReLU(slope) if activation == "leaky-relu" else ACTIVATIONS[activation]()
 
@@ -228,7 +228,7 @@ def norm_layer(owner: str, norm: str, channels: int) -> nn.Module:
     """The normalisation called `norm` over `channels` channels."""
     chosen = checks.choice(owner, "norm", norm, NORMS)
     if chosen in ("batch", "frozen"):
-        # In eval mode it normalises by its running statistics and leaves them alone, as in fine-tuning.
+        # In eval mode it uses its running statistics and does not update them, as in fine-tuning.
         return nn.BatchNorm2d(channels).train(chosen == "batch")
     return nn.GroupNorm(GROUPS, channels) if chosen == "group" else nn.Identity()
 
@@ -236,7 +236,7 @@ def norm_layer(owner: str, norm: str, channels: int) -> nn.Module:
 def convolution(
     owner: str, channels: int, width: int, norm: str, *, kernel: int = 3, stride: int = 1, bias: bool = True
 ) -> list[nn.Module]:
-    """A convolution to `width` channels that keeps the size of images (but for its stride), and normalisation."""
+    """A convolution to `width` channels that keeps the image size (apart from its stride), and normalisation."""
     return [
         nn.Conv2d(channels, width, kernel, stride=stride, padding=kernel // 2, bias=bias),
         norm_layer(owner, norm, width),
@@ -245,8 +245,8 @@ def convolution(
 
 @torch.no_grad()
 def _feature_count(features: nn.Module, channels: int, height: int, width: int) -> int:
-    """How many numbers `features` makes of one image, found by showing it one."""
-    # Batch norm would write the statistics of this image into its buffers; it gets copies to write to.
+    """How many numbers `features` outputs for one image, found by running it on one."""
+    # Batch norm would write the statistics of this image into its buffers, so it gets copies.
     buffers = {name: buffer.clone() for name, buffer in features.named_buffers()}
     image = torch.zeros(1, channels, height, width)
     output: Tensor = torch.func.functional_call(features, buffers, (image,))
@@ -254,8 +254,8 @@ def _feature_count(features: nn.Module, channels: int, height: int, width: int) 
 
 
 def _accepts(features: nn.Module, channels: int, side: int) -> bool:
-    # The layers know best: kernels and pools larger than their input refuse, and so does batch norm over a
-    # single value, which one image shrunk to one pixel is.
+    # The layers themselves decide: kernels and pools larger than their input raise an error, and so does batch norm
+    # over a single value, which remains of one image shrunk to one pixel.
     try:
         _feature_count(features, channels, side, side)
     except (RuntimeError, ValueError):

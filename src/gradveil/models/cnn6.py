@@ -20,7 +20,7 @@ class Cnn6(ImageClassifier):
 
     Args:
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 

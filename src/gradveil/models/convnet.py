@@ -28,7 +28,7 @@ class ConvNet(NormalisedClassifier):
     paper = "Geiping et al., Inverting Gradients, NeurIPS 2020"
 
     def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
-        """Two stages, each with a max-pool behind it."""
+        """Two stages, each followed by a max-pool."""
         layers: list[nn.Module] = []
         for widths in ((64, 128, 128, 256, 256, 256), (256, 256)):
             for width in widths:

@@ -1,4 +1,4 @@
-"""The evaluation network: how much of an image is noise."""
+"""The evaluation network, which estimates how much of an image is noise."""
 
 import functools
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gradveil.core.errors import InputError
 
 WEIGHTS = Path(__file__).with_name("evaluation.safetensors")
-"""The trained weights that come with gradveil; ``evaluation.md`` beside them says how they were made."""
+"""The trained weights that come with gradveil; ``evaluation.md`` describes how they were trained."""
 
 _WIDTHS = (128, 256, 512)
 
@@ -20,16 +20,16 @@ class EvaluationNetwork(nn.Module):
     r"""Predicts the share r of uniform noise v in a picture :math:`(1-r)\,image + r\,v`.
 
     Three 3x3 convolutions of stride 2 with 128, 256 and 512 channels, the mean over all positions, and one linear
-    layer to a logit; the noise share is its sigmoid. The mean makes it fit every size (it is trained on 28 to 64
-    pixels); one channel is shown as three equal ones.
+    layer to a logit; the noise share is its sigmoid. Thanks to the mean it takes images of any size (it is trained
+    on 28 to 64 pixels); grey images are repeated on three channels.
 
     It is public: trained on public images only, and known to attackers as well. It is the privacy metric of the
     defense `refiner` and, applied to a reconstruction, the metric `noise_ratio`.
 
     References:
         Fan, Chen, Wang, Li & Zhou, Refiner: Data Refining against Gradient Leakage Attacks in Federated Learning,
-        section 3.3 and appendix D. The paper does not say how the last convolution meets the linear layer; the mean
-        over positions is our choice.
+        section 3.3 and appendix D. The paper does not say how the last convolution is connected to the linear layer;
+        the mean over positions is our choice.
 
     Example:
         >>> images = torch.stack([torch.full((1, 32, 32), 0.5), torch.rand(1, 32, 32, generator=torch.manual_seed(0))])
@@ -54,7 +54,7 @@ class EvaluationNetwork(nn.Module):
                 f"got {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
             )
         colour = images.expand(-1, 3, -1, -1)
-        # Centred: around 0 the zero padding looks like mid-grey, not like a black frame.
+        # Centred around 0, so that the zero padding looks like mid-grey and not like a black frame.
         features: Tensor = self.features(colour - 0.5)
         logits: Tensor = self.head(features.mean(dim=(2, 3)))
         return logits.squeeze(1)
@@ -72,7 +72,7 @@ def evaluation_network(dtype: torch.dtype = torch.float32, device: torch.device 
     False
     """
     weights: Mapping[str, Tensor] = load_file(WEIGHTS)
-    # Built without storage: the weights that are read take the place of the initial ones, which are never drawn.
+    # Built without storage, so that no initial weights are drawn; the loaded ones take their place.
     with torch.device("meta"):
         network = EvaluationNetwork()
     network.load_state_dict({name: value.to(device, dtype) for name, value in weights.items()}, assign=True)

@@ -1,4 +1,4 @@
-"""What a client can see of a model that was sent to it: blocks that collect images, before it trains them."""
+"""What a client can find in a model that it was sent, before training it: blocks that collect images."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,23 +7,23 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-# Rows of at least LONG values that point the same way up to a cosine of SIMILAR are suspicious when GROUP of them do.
-# In few dimensions directions meet by chance, so shorter rows must agree more closely, and the shortest are left out.
+# GROUP or more rows of at least LONG values that are parallel up to a cosine of SIMILAR are suspicious. In few
+# dimensions directions agree by chance, so shorter rows must agree more closely; those below SHORT values are ignored.
 SIMILAR, SIMILAR_SHORT = 0.9, 0.99
 LONG, SHORT = 64, 8
 GROUP = 8
 # Root mean square of a layer's weights times sqrt(inputs): torch's initial value is .58, and uniform(-.5, .5), the
 # largest initialisation in the papers, gives 20 with 4,608 inputs.
 LARGEST_SCALE, SMALLEST_SCALE = 100.0, 1e-3
-# Vectors compared with each other in one layer; of more, every second, third, ...
-MOST = 4096
-# A unit is silent for certain if its bias outweighs whatever its inputs, of at most this size, can bring: images lie in
-# [0, 1], and what the layers in between pass on is seldom larger than ten.
+# The most vectors compared with each other in one layer; of more, only every second, third, ... is used.
+MOST_VECTORS = 4096
+# A unit is certain to be silent if its bias outweighs any contribution of inputs of at most this size: images lie in
+# [0, 1], and activations of hidden layers are seldom larger than ten.
 LARGEST_INPUT, LARGEST_ACTIVATION = 1.0, 10.0
-# Weights whose gradient is zero, whatever the image, before silent units count: as many as a unit with 256 inputs has.
-# Some 1,250 give a weak generator away.
+# Silent units are reported once this many weights have a gradient that is always zero: one unit with 256 inputs.
+# Some 1,250 are enough to recover the state of a weak generator.
 SILENT_WEIGHTS = 256
-# The share of 3x3 (or larger) kernels that may be all zero or a single value.
+# From this share on, kernels (3x3 or larger) that are all zero or a single value are suspicious.
 TRIVIAL_KERNELS = 0.5
 
 
@@ -35,11 +35,11 @@ class Finding:
         layer: name of the module.
         kind: ``"parallel-rows"``, ``"parallel-columns"``, ``"extreme-scale"``, ``"trivial-kernels"``,
             ``"linear-before-convolution"``, ``"silent-units"`` or ``"unheard-units"``.
-        detail: what was seen and why it matters.
+        detail: what was found and why it matters.
 
     Example:
-        >>> str(Finding("imprint.encode", "parallel-rows", "256 of 256 rows point the same way"))
-        'imprint.encode: 256 of 256 rows point the same way'
+        >>> str(Finding("imprint.encode", "parallel-rows", "256 of 256 rows are parallel"))
+        'imprint.encode: 256 of 256 rows are parallel'
     """
 
     layer: str
@@ -52,27 +52,27 @@ class Finding:
 
 @torch.no_grad()
 def inspect(model: nn.Module) -> list[Finding]:
-    """Look for what an active server plants in a model; empty if nothing is suspicious.
+    """Look for blocks that an active server plants in a model; empty if nothing is suspicious.
 
-    It looks at weights and at the order of the modules, never at names, and needs no data:
+    The check uses weights and the order of the modules, never names, and needs no data. It reports:
 
-    - rows (or columns) of a layer that all point the same way: an imprint layer measures every image in the same
-      direction, whatever the order of the rows and whatever their scale;
-    - layers far larger or smaller than any initialisation makes them: how a server lifts its signal above noise;
-    - convolutions most of whose kernels are zero or a single value: how LOKI keeps clients apart;
+    - rows (or columns) of a layer that are parallel: an imprint layer measures every image in the same direction,
+      whatever the order of the rows and their scale;
+    - layers with weights far larger or smaller than any initialisation: how a server lifts its signal above noise;
+    - convolutions with mostly zero or single-value kernels: how LOKI keeps clients apart;
     - a linear layer before the first convolution;
-    - units that a large negative bias keeps off whatever the image, and units whose outgoing weights are all zero:
-      their gradient is zero, so whatever a defense adds to it stands there alone, to be read and, if it comes from a
-      weak generator, continued (docs/noise-recovery.md).
+    - units that a large negative bias keeps off for every image, and units whose outgoing weights are all zero: their
+      gradient is zero, so a server can read the noise that a defense adds to it and, if that comes from a weak
+      generator, predict the rest (docs/noise-recovery.md).
 
-    It is a check for known patterns, not a proof. It misses blocks whose rows were drawn apart far enough (below a
-    cosine of .9), which the attack survives when its bins are wide; rows hidden among fewer than eight; blocks behind
-    layers that destroy no information; units that are silent on real images though their bias is not large enough to
-    prove it, or by batch norm; and attacks that change nothing but ordinary weights. The figures are in
+    It is a check for known patterns, not a proof. It misses blocks whose rows were perturbed enough (below a cosine
+    of .9), which the attack survives if its bins are wide; groups of fewer than eight rows; blocks after layers that
+    destroy no information; units that are silent on real images although their bias is not large enough to prove it,
+    or that batch norm silences; and attacks that change nothing but ordinary weights. The figures are in
     experiments/analytic_attacks.
 
     Args:
-        model: as it was received.
+        model: the model as it was received.
 
     Example:
         >>> from gradveil import models
@@ -85,26 +85,22 @@ def inspect(model: nn.Module) -> list[Finding]:
     """
     weighted = [(n, m) for n, m in model.named_modules() if isinstance(m, _Weighted)]
     findings = [*_silent_units(weighted), *_unheard_units(weighted)]
-    convolutions = [place for place, (_, module) in enumerate(weighted) if not isinstance(module, nn.Linear)]
-    for place, (name, module) in enumerate(weighted):
+    convolutions = [index for index, (_, module) in enumerate(weighted) if not isinstance(module, nn.Linear)]
+    for index, (name, module) in enumerate(weighted):
         weight = module.weight.detach().float()
         rows = weight.flatten(1)
-        looks = [("parallel-rows", "rows", rows, SHORT)]
+        checks = [("parallel-rows", "rows", rows, SHORT)]
         if isinstance(module, nn.Linear):
-            looks.append(("parallel-columns", "columns", rows.T, LONG))
-            if convolutions and place < convolutions[0]:
-                detail = (
-                    "a linear layer that sees all pixels, in front of the first convolution; models do not need one"
-                )
+            checks.append(("parallel-columns", "columns", rows.T, LONG))
+            if convolutions and index < convolutions[0]:
+                detail = "a linear layer that sees all pixels, before the first convolution; models do not need one"
                 findings.append(Finding(name, "linear-before-convolution", detail))
         else:
             findings += _trivial_kernels(name, weight)
-        for kind, word, vectors, shortest in looks:
-            count = _parallel(vectors, shortest)
+        for kind, unit, vectors, shortest in checks:
+            count = _count_parallel(vectors, shortest)
             if count >= GROUP:
-                detail = (
-                    f"{count} of its {len(vectors)} {word} point the same way as another one, as in an imprint layer"
-                )
+                detail = f"{count} of its {len(vectors)} {unit} are parallel to another one, as in an imprint layer"
                 findings.append(Finding(name, kind, detail))
         scale = float(rows.square().mean().sqrt()) * rows.shape[1] ** 0.5
         if scale > LARGEST_SCALE or 0 < scale < SMALLEST_SCALE:
@@ -117,51 +113,51 @@ _Weighted = nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d
 
 
 def _silent_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Finding]:
-    """Units whose bias keeps them below zero, so that a ReLU behind them never opens."""
-    for place, (name, module) in enumerate(weighted[:-1]):  # the last layer is the classifier, nothing is behind it
+    """Units whose bias keeps them below zero, so that a ReLU after them always outputs zero."""
+    for index, (name, module) in enumerate(weighted[:-1]):  # not the last layer, which is the classifier
         if module.bias is None:
             continue
         rows = module.weight.flatten(1)
-        # An image has no negative values; what layers pass on may have.
-        reach = rows.clamp_min(0).sum(1) * LARGEST_INPUT if place == 0 else rows.abs().sum(1) * LARGEST_ACTIVATION
+        # Images have no negative values; activations may have.
+        reach = rows.clamp_min(0).sum(1) * LARGEST_INPUT if index == 0 else rows.abs().sum(1) * LARGEST_ACTIVATION
         silent = int((module.bias < -reach).sum())
         if silent * rows.shape[1] >= SILENT_WEIGHTS:
             detail = (
-                f"{silent} of its {len(rows)} units are off whatever the input, by their biases: the gradients of "
+                f"{silent} of its {len(rows)} units are off for every input because of their biases: the gradients of "
                 f"{silent * (rows.shape[1] + 1):,} weights and biases are zero, and noise on them can be read"
             )
             yield Finding(name, "silent-units", detail)
 
 
 def _unheard_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Finding]:
-    """Units that nothing listens to: the next layer has only zeros for them."""
+    """Units whose outputs are not used: the next layer has only zero weights for them."""
     for (name, module), (_, following) in pairwise(weighted):
-        # Flattening puts the pixels of a channel side by side: a channel is heard if any of them is.
-        spread, left = divmod(following.weight.shape[1], len(module.weight))
-        if left or (isinstance(following, nn.Linear) and isinstance(module, nn.Linear) and spread != 1):
+        # Flattening puts the pixels of a channel next to each other: a channel is used if any of them is.
+        inputs_per_unit, remainder = divmod(following.weight.shape[1], len(module.weight))
+        if remainder or (isinstance(following, nn.Linear) and isinstance(module, nn.Linear) and inputs_per_unit != 1):
             continue
-        heard = following.weight.reshape(len(following.weight), len(module.weight), -1).abs().amax((0, 2))
-        unheard = int((heard == 0).sum())
+        largest_weights = following.weight.reshape(len(following.weight), len(module.weight), -1).abs().amax((0, 2))
+        unheard = int((largest_weights == 0).sum())
         if unheard * module.weight[0].numel() >= SILENT_WEIGHTS:
             detail = (
-                f"the next layer has only zeros for {unheard} of its {len(module.weight)} units: the gradients of "
-                f"{unheard * module.weight[0].numel():,} weights are zero, and noise on them can be read"
+                f"the next layer has only zero weights for {unheard} of its {len(module.weight)} units: the gradients "
+                f"of {unheard * module.weight[0].numel():,} weights are zero, and noise on them can be read"
             )
             yield Finding(name, "unheard-units", detail)
 
 
-def _parallel(vectors: Tensor, shortest: int) -> int:
-    """How many of the vectors are (nearly) a multiple of another one."""
-    vectors = vectors[:: -(-len(vectors) // MOST)]
+def _count_parallel(vectors: Tensor, shortest: int) -> int:
+    """How many of the vectors are (nearly) parallel to another one."""
+    vectors = vectors[:: -(-len(vectors) // MOST_VECTORS)]
     lengths = vectors.norm(dim=1)
     vectors = vectors[lengths > 0] / lengths[lengths > 0, None]
     if vectors.shape[1] < shortest or len(vectors) < GROUP:
         return 0
     similar = SIMILAR if vectors.shape[1] >= LONG else SIMILAR_SHORT
     count = 0
-    for at in range(0, len(vectors), 1024):  # a Gram matrix of all at once could be large
-        cosines = (vectors[at : at + 1024] @ vectors.T).abs()
-        cosines[torch.arange(len(cosines)), at + torch.arange(len(cosines))] = 0
+    for start in range(0, len(vectors), 1024):  # the full Gram matrix could be large
+        cosines = (vectors[start : start + 1024] @ vectors.T).abs()
+        cosines[torch.arange(len(cosines)), start + torch.arange(len(cosines))] = 0
         count += int((cosines.amax(1) > similar).sum())
     return count
 

@@ -19,7 +19,7 @@ class LeNet(ImageClassifier):
 
     Args:
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 

@@ -1,4 +1,4 @@
-"""What an active server puts in front of a model to read its clients' images off their updates."""
+"""Blocks that an active server puts before a model to read the clients' images from their updates."""
 
 import torch
 from torch import Tensor, nn
@@ -8,8 +8,8 @@ class Imprint(nn.Module):
     """A linear layer on the raw pixels whose output, decoded, is added to the image: the block of Robbing the Fed.
 
     Args:
-        pixels: values of an image.
-        rows: units of the linear layer.
+        pixels: number of values in an image.
+        rows: number of units in the linear layer.
 
     Example:
         >>> Imprint(pixels=4, rows=6)(torch.ones(2, 1, 2, 2)).shape
@@ -29,17 +29,17 @@ class Imprint(nn.Module):
 
 
 class ClientImprint(nn.Module):
-    """An imprint block in which each client's images reach columns of their own: the block of LOKI.
+    """An imprint block in which each client has its own columns: the block of LOKI.
 
-    A convolution copies the image to the channels of one client and leaves those of all others zero. Beside the
-    channels each client has one constant, its marker, so that the weight gradient holds what a bias gradient would,
-    client by client. Which client it is for is a matter of the weights of `select` and `marker` alone, so all
-    clients' updates can be summed.
+    A convolution copies the image to the channels of one client and leaves those of all others zero. Besides the
+    channels, each client has one constant, its marker, so that the weight gradient contains what a bias gradient would,
+    client by client. Only the weights of `select` and `marker` depend on the client, so the updates of all clients can
+    be summed.
 
     Args:
         shape: channels, height and width of an image.
-        clients: how many clients can be told apart.
-        rows: units of the linear layer.
+        clients: how many clients can be distinguished.
+        rows: number of units in the linear layer.
 
     Example:
         >>> ClientImprint((1, 2, 2), clients=3, rows=6).encode
@@ -65,11 +65,11 @@ class ClientImprint(nn.Module):
 
 
 class Imprinted(nn.Module):
-    """A model behind an imprint block.
+    """A model that gets its inputs from an imprint block.
 
     Args:
         imprint: the block.
-        model: what the clients mean to train.
+        model: the model that the clients intend to train.
 
     Example:
         >>> Imprinted(Imprint(4, 6), nn.Flatten())(torch.ones(2, 1, 2, 2)).shape
@@ -82,6 +82,6 @@ class Imprinted(nn.Module):
         self.model = model
 
     def forward(self, images: Tensor) -> Tensor:
-        """What the model says of the images."""
+        """The outputs of the model for the images."""
         logits: Tensor = self.model(self.imprint(images))
         return logits

@@ -12,7 +12,7 @@ from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, im
 class Mlp(ImageClassifier):
     """Two hidden layers of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
 
-    The gradient of a first linear layer with a bias gives its input away in closed form, which makes this the
+    The gradient of a first linear layer with a bias reveals its input in closed form, which makes this the
     easiest victim of all. 199,210 parameters for MNIST.
 
     References:
@@ -21,7 +21,7 @@ class Mlp(ImageClassifier):
 
     Args:
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 

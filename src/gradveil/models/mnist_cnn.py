@@ -12,16 +12,16 @@ from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, im
 class MnistCnn(ImageClassifier):
     """Two 3x3 convolutions (32 and 64 channels) and two linear layers, the MNIST victim of optimal defenses.
 
-    The first linear layer has 32 units. The paper says no more than "120k parameters": that both convolutions
-    shrink by stride 2, with padding 1, rather than by pooling is our choice. LeakyReLU has no region in which
-    gradients vanish, a case the paper's theory leaves out. 119,530 parameters for MNIST.
+    The first linear layer has 32 units. The paper only says "120k parameters": that both convolutions
+    shrink the image by stride 2, with padding 1, rather than by pooling is our choice. LeakyReLU has no region in
+    which gradients vanish, a case that the paper's theory leaves out. 119,530 parameters for MNIST.
 
     References:
         Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024.
 
     Args:
         input_shape: channels, height and width of one image.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 

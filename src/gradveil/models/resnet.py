@@ -10,8 +10,8 @@ from gradveil.models.base import REGISTRY, NormalisedClassifier, activation_laye
 class ResNet(NormalisedClassifier):
     """A residual network whose stem is one 3x3 convolution, so that small images are not shrunk at once.
 
-    Four stages of 64, 128, 256 and 512 channels, each but the first halving the image; a global average; one
-    linear layer. Subclasses say how many blocks a stage has.
+    Four stages of 64, 128, 256 and 512 channels, of which all but the first halve the image; a global average; one
+    linear layer. Subclasses set the number of blocks per stage.
 
     References:
         He, Zhang, Ren & Sun, Deep Residual Learning for Image Recognition, CVPR 2016.
@@ -28,7 +28,7 @@ class ResNet(NormalisedClassifier):
     blocks_per_stage: ClassVar[int]
 
     def layers(self, channels: int, activation: str, norm: str) -> list[nn.Module]:
-        """The stem, four stages of residual blocks, and the average."""
+        """The stem, four stages of residual blocks, and the global average."""
         layers = [*convolution(self.name, channels, 64, norm, bias=False), activation_layer(self.name, activation)]
         channels = 64
         for width in (64, 128, 256, 512):
@@ -71,7 +71,7 @@ class ResNet18(ResNet):
 
 
 class _Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; more channels out than in means half the image."""
+    """Two 3x3 convolutions and a shortcut; if the number of channels grows, the image is halved."""
 
     def __init__(self, owner: str, channels: int, width: int, activation: str, norm: str) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ class VisionTransformer(ImageClassifier):
 
     Args:
         input_shape: channels, height and width of one image; height and width must be multiples of 4.
-        classes: how many logits come out.
+        classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's, and normal with standard deviation .02 for class token and positions) or
             "uniform" (every parameter from uniform(-.5, .5)).
@@ -56,7 +56,7 @@ class VisionTransformer(ImageClassifier):
 
 
 class _Tokens(nn.Module):
-    """Images to tokens [N, 1 + patches, WIDTH]: a class token, then one token a patch, positions added."""
+    """Turns images into tokens [N, 1 + patches, WIDTH]: a class token, then one per patch, plus their positions."""
 
     def __init__(self, channels: int, patches: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class _Tokens(nn.Module):
 
 
 class _Block(nn.Module):
-    """Attention, then a hidden layer for each token alone; both are added to what comes in."""
+    """Attention, then a hidden layer applied to each token; each is added to its input."""
 
     def __init__(self, activation: nn.Module) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Attention(nn.Module):
 
 
 class _ClassToken(nn.Module):
-    """The class token alone, normalised."""
+    """Keeps only the class token, normalised."""
 
     def __init__(self) -> None:
         super().__init__()

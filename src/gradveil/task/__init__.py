@@ -1,4 +1,4 @@
-"""A model with its loss as pure functions, and how strongly its gradients react to the inputs."""
+"""A model and its loss as pure functions, and how strongly its gradients react to the inputs."""
 
 from gradveil.task.model import Classifier, Gradients
 from gradveil.task.sensitivity import sensitivity_error

@@ -1,4 +1,4 @@
-"""A model as a function of its tensors: stand-ins for modules that keep state, and a look at what runs inside."""
+"""A model as a function of its tensors: stateless replacements for modules with state, and a trace of its layers."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
@@ -30,13 +30,13 @@ class Classifier:
 
 
 @dataclass(frozen=True)
-class Inside:
-    """What a model shows when it runs.
+class ModelTrace:
+    """What was observed when a model ran.
 
     Args:
-        outputs: of the batch it was tried on.
-        classifier: the layer that makes the logits; None: it is not linear.
-        activations: numbers that all modules together put out for one input.
+        outputs: its outputs for the batch it was tried on.
+        classifier: the layer that computes the logits; None if that is not a linear layer.
+        activations: how many numbers all modules together output for one input.
     """
 
     outputs: Tensor
@@ -45,10 +45,10 @@ class Inside:
 
 
 class FunctionalModel:
-    """Views on one set of live tensors, each a function of the tensors that are given in their place.
+    """Several views of one live model, each a function of the tensors that are passed in place of the model's own.
 
-    A batch norm in train mode uses the statistics of the batch in `stateless` and keeps none; `tracking` is the model
-    as it is, which writes them into the buffers it is given; `evaluating` is the model in evaluation mode.
+    In the view `stateless`, a batch norm in train mode uses the statistics of the batch and stores none; `tracking` is
+    the model unchanged, which writes them into the buffers it is given; `evaluating` is the model in evaluation mode.
 
     Example:
         >>> model = FunctionalModel(nn.BatchNorm1d(1))
@@ -59,7 +59,6 @@ class FunctionalModel:
     def __init__(self, model: nn.Module) -> None:
         _refuse_unusable(model)
         self.live = model
-        # Copying with the tensors in the memo copies the structure only.
         self.tracking = _share_tensors(model)
         self.stateless = _share_tensors(model)
         self.evaluating = _share_tensors(model).eval()
@@ -69,14 +68,14 @@ class FunctionalModel:
                 continue
             if module.training or module.running_mean is None:
                 self.batch_norms.append(name)
-                _forget_running_statistics(self.stateless.get_submodule(name))
+                _remove_running_statistics(self.stateless.get_submodule(name))
             elif name:
                 _replace(self.stateless, name, _FrozenBatchNorm(module))
         self.stateless_names = {name for name, _ in named_tensors(self.stateless)}
 
     def __call__(self, view: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Run one of the views."""
-        if view is self.stateless:  # it has forgotten the running statistics
+        if view is self.stateless:  # this view has no running statistics
             tensors = {name: value for name, value in tensors.items() if name in self.stateless_names}
         try:
             # The fused attention kernels have neither forward-mode nor second derivatives.
@@ -87,24 +86,24 @@ class FunctionalModel:
                 raise
             raise InputError(
                 f"Task: batch norm cannot take its statistics from a single value ({error}); use a larger "
-                "batch (no remainder of 1), put batch norm in eval mode, or use group norm"
+                "batch (and leave no last batch of 1), put batch norm in eval mode, or use group norm"
             ) from error
         return output
 
     @torch.no_grad()
-    def look_inside(self, parameters: Gradients, buffers: Gradients, probe: Tensor) -> Inside:
-        """Run the model: does it take the inputs, is it a function, where do its logits come from, how large is it?"""
-        ran: list[tuple[str, Tensor]] = []
+    def trace(self, parameters: Gradients, buffers: Gradients, probe: Tensor) -> ModelTrace:
+        """Run the model on `probe`: check that it takes the inputs and is a pure function, and find its classifier."""
+        layer_outputs: list[tuple[str, Tensor]] = []
         leaves = {n: m for n, m in self.stateless.named_modules() if not any(m.children())}
 
-        def see(name: str, output: object) -> None:
+        def record(name: str, output: object) -> None:
             if isinstance(output, Tensor):
-                ran.append((name, output))
+                layer_outputs.append((name, output))
 
-        written = {name: value.clone() for name, value in buffers.items()}
-        with watched(leaves, see, outputs=True):
+        buffer_copies = {name: value.clone() for name, value in buffers.items()}
+        with watched(leaves, record, outputs=True):
             try:
-                outputs = self(self.stateless, {**parameters, **written}, probe)
+                outputs = self(self.stateless, {**parameters, **buffer_copies}, probe)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 raise InputError(
                     f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
@@ -113,24 +112,24 @@ class FunctionalModel:
         if not isinstance(outputs, Tensor):
             raise InputError(f"Task: the model must return one tensor, got {type(outputs).__name__}; wrap the model")
         for name, value in buffers.items():
-            if name in self.stateless_names and not torch.equal(value, written[name]):
+            if name in self.stateless_names and not torch.equal(value, buffer_copies[name]):
                 raise InputError(
-                    f"Task: the model writes its buffer {name!r} while it computes, so clients would see traces of "
-                    "each other; put that module in eval mode, or switch off its running statistics"
+                    f"Task: the model writes its buffer {name!r} while it computes, so data would leak from one "
+                    "client to the next; put that module in eval mode, or switch off its running statistics"
                 )
         if not torch.equal(outputs, self(self.stateless, {**parameters, **buffers}, probe)):
             raise InputError(
-                "Task: the model gives other outputs for the same inputs, so gradients would not be a function of the "
-                "data; put what is random in it (such as dropout) in eval mode"
+                "Task: the model gives different outputs for the same inputs, so gradients would not be a function of "
+                "the data; put its random modules (such as dropout) in eval mode"
             )
         first_names = {id(value): name for name, value in reversed(list(self.stateless.named_parameters()))}
         classifier = None
-        for name, output in ran:
+        for name, output in layer_outputs:
             module = leaves[name]
             if isinstance(module, nn.Linear) and outputs.ndim == 2 and torch.equal(output, outputs):
                 bias = None if module.bias is None else first_names[id(module.bias)]
                 classifier = Classifier(first_names[id(module.weight)], bias)
-        return Inside(outputs, classifier, sum(output.numel() for _, output in ran) // len(probe))
+        return ModelTrace(outputs, classifier, sum(output.numel() for _, output in layer_outputs) // len(probe))
 
     @property
     def relus(self) -> dict[str, nn.Module]:
@@ -139,7 +138,7 @@ class FunctionalModel:
 
     @torch.no_grad()
     def smoothed(self, sharpness: float, tensors: Mapping[str, Tensor], probe: Tensor) -> "FunctionalModel":
-        """The same model with the kinks of its ReLUs rounded off, see `Task.smoothed`."""
+        """The same model with smoothed ReLUs, see `Task.smoothed`."""
         relus = self.relus
         squares: dict[str, list[Tensor]] = {name: [] for name in relus}
         with watched(relus, lambda name, value: squares[name].append(value.square().mean())):
@@ -155,9 +154,9 @@ class FunctionalModel:
 
 @contextmanager
 def watched(
-    modules: Mapping[str, nn.Module], see: Callable[[str, Tensor], object], *, outputs: bool = False
+    modules: Mapping[str, nn.Module], record: Callable[[str, Tensor], object], *, outputs: bool = False
 ) -> Iterator[None]:
-    """Inside, `see` is told the name and the input (or the output) of each of the modules that runs.
+    """Inside the context, call `record` with the name and the input (or the output) of each module that runs.
 
     >>> layer, seen = nn.Linear(2, 1), []
     >>> with watched({"layer": layer}, lambda name, value: seen.append((name, tuple(value.shape)))):
@@ -166,14 +165,14 @@ def watched(
     [('layer', (3, 2))]
     """
 
-    def tell(name: str) -> Callable[..., None]:
+    def hook_for(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], *output: Tensor) -> None:
-            see(name, output[0] if output else inputs[0])
+            record(name, output[0] if output else inputs[0])
 
         return hook
 
     handles = [
-        (module.register_forward_hook if outputs else module.register_forward_pre_hook)(tell(name))
+        (module.register_forward_hook if outputs else module.register_forward_pre_hook)(hook_for(name))
         for name, module in modules.items()
     ]
     try:
@@ -184,7 +183,7 @@ def watched(
 
 
 class _FrozenBatchNorm(nn.Module):
-    """Batch norm by running statistics as the affine map it is: torch's own cannot be vmapped without a loop."""
+    """Batch norm with running statistics as an affine map: under vmap, torch's own falls back to a loop."""
 
     def __init__(self, norm: _BatchNorm) -> None:
         super().__init__()
@@ -204,7 +203,7 @@ class _FrozenBatchNorm(nn.Module):
 
 
 class _SmoothReLU(nn.Module):
-    """A (leaky) ReLU with its kink rounded off."""
+    """A (leaky) ReLU whose kink is smoothed."""
 
     def __init__(self, beta: float, slope: float) -> None:
         super().__init__()
@@ -237,6 +236,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _share_tensors(model: nn.Module) -> nn.Module:
     tensors = [*model.parameters(), *model.buffers()]
+    # With the tensors in the memo, a deep copy copies the structure only.
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
@@ -245,7 +245,7 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
-def _forget_running_statistics(module: nn.Module) -> None:
-    forgotten = {"running_mean": None, "running_var": None, "num_batches_tracked": None, "track_running_stats": False}
-    for name, value in forgotten.items():
+def _remove_running_statistics(module: nn.Module) -> None:
+    cleared = {"running_mean": None, "running_var": None, "num_batches_tracked": None, "track_running_stats": False}
+    for name, value in cleared.items():
         setattr(module, name, value)

@@ -1,4 +1,4 @@
-"""How strongly gradients react to the inputs, within a memory budget."""
+"""How strongly gradients react to the inputs, computed within a memory budget."""
 
 import math
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ MEMORY_BUDGET = 1 << 30
 
 
 def sensitivity_error(directions: int | None) -> float:
-    """Relative standard error of each coordinate that `Task.sensitivity` estimates: (J v)^2 is chi-square.
+    """Relative standard error of each coordinate that `Task.sensitivity` estimates: (J v)^2 follows chi-square.
 
     >>> round(sensitivity_error(10), 3), sensitivity_error(None)
     (0.447, 0.0)
@@ -26,18 +26,18 @@ def sensitivity_error(directions: int | None) -> float:
 
 
 def direction_bytes(task: "Task", batch: int) -> int:
-    """Memory of one direction of a batch: the tangents of activations and gradients."""
-    # Measured peak, in units of both together: 1.9 on resnet18, 2.0 to 3.1 on lenet; 4 leaves room.
+    """Bytes that one direction of a batch needs: the tangents of activations and gradients."""
+    # Measured peak relative to the size of both: 1.9 on resnet18, 2.0 to 3.1 on lenet; 4 leaves room.
     return 4 * (batch * task.activations + task.size) * task.dtype.itemsize
 
 
 def chunk_size(task: "Task", batch: int, memory_budget: int = MEMORY_BUDGET) -> int:
-    """How many directions, or examples of a batch, fit in the budget together; at least one."""
+    """How many directions, or examples of a batch, fit in the budget at once; at least one."""
     return max(1, memory_budget // direction_bytes(task, batch))
 
 
 def batch_parts(task: "Task", batch: int, memory_budget: int) -> list[slice]:
-    """The batch in parts of which one direction fits in the budget; batch statistics allow no parts."""
+    """Split the batch so that one direction of a part fits in the budget; with batch statistics it stays one part."""
     size = batch
     if not task.has_batch_statistics:
         while size > 1 and direction_bytes(task, size) > memory_budget:
@@ -48,26 +48,26 @@ def batch_parts(task: "Task", batch: int, memory_budget: int) -> list[slice]:
 def squared_sensitivity(
     task: "Task", inputs: Tensor, labels: Tensor, directions: int | None, source: Source, memory_budget: int
 ) -> Gradients:
-    """What `Task.sensitivity` says, of a batch that was checked."""
+    """`Task.sensitivity` of a batch that has been checked."""
     parameters = task.parameters
 
     def responses(drawn: Tensor, part: slice) -> Gradients:
-        # A copy: the tangent of a view, say a client's share of all inputs drawn, is as large as what it views.
-        own_inputs, own_labels, own_directions = inputs[part].clone(), labels[part], drawn[:, part]
-        if len(own_inputs) < len(inputs):  # the gradient of a batch is the mean of those of its parts, by size
-            own_directions = own_directions * (len(own_inputs) / len(inputs))
-        # Labels that are no class numbers need a tangent, be it 0: torch's mse_loss fails without.
-        constants = (own_labels,) if labels.is_floating_point() else ()
+        # A copy, because the tangent of a view is as large as the tensor it views, such as the inputs of all clients.
+        part_inputs, part_labels, part_directions = inputs[part].clone(), labels[part], drawn[:, part]
+        if len(part_inputs) < len(inputs):  # a batch's gradient is the mean of its parts', weighted by their size
+            part_directions = part_directions * (len(part_inputs) / len(inputs))
+        # Labels that are not class numbers need a tangent, even if it is 0: torch's mse_loss fails without one.
+        constants = (part_labels,) if labels.is_floating_point() else ()
 
         def response(direction: Tensor) -> Gradients:
             tangent: Gradients = jvp(
-                lambda x, *y: task.gradient(parameters, x, *(y or (own_labels,))),
-                (own_inputs, *constants),
+                lambda x, *y: task.gradient(parameters, x, *(y or (part_labels,))),
+                (part_inputs, *constants),
                 (direction, *map(torch.zeros_like, constants)),
             )[1]
             return tangent
 
-        result: Gradients = vmap(response)(own_directions)
+        result: Gradients = vmap(response)(part_directions)
         return result
 
     parts = batch_parts(task, len(inputs), memory_budget)
@@ -81,12 +81,12 @@ def squared_sensitivity(
             if directions is None:
                 direction.view(-1)[number] = 1
             else:
-                # One by one: a large draw is not the same as several small ones, and the chunk must not matter.
+                # Drawn one by one: a large draw differs from several small ones, and the chunk size must not matter.
                 direction.copy_(source.normal(direction))
-        answer = responses(drawn, parts[0])
+        response = responses(drawn, parts[0])
         for part in parts[1:]:
             for name, value in responses(drawn, part).items():
-                answer[name] += value
-        for name, value in answer.items():
+                response[name] += value
+        for name, value in response.items():
             total[name] += value.square().sum(0)
     return total if directions is None else {name: value / directions for name, value in total.items()}

@@ -1,4 +1,4 @@
-"""A task: a model and a loss, seen as pure functions of weights, inputs and labels."""
+"""A task: a model and a loss as pure functions of weights, inputs and labels."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _logistic(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of two classes from a single logit, that of class 1."""
+    """Cross-entropy of two classes from a single logit, the one of class 1."""
     target = labels if labels.ndim == 1 else labels[:, 1]
     return F.binary_cross_entropy_with_logits(outputs[:, 0], target.to(outputs.dtype))
 
@@ -31,12 +31,12 @@ LOSSES: dict[str, Loss] = {"cross-entropy": F.cross_entropy, "logistic": _logist
 class Task:
     r"""A model with its loss: gradients, per-example gradients and how gradients react to the inputs.
 
-    Everything is computed functionally (`torch.func`), so it can be vmapped, differentiated again and never
-    changes the model. The task follows the live model: after an optimiser step it uses the new weights. While it
-    computes, torch puts tensors into copies of its modules: give each thread a task of its own (`with_model`).
+    Everything is computed functionally (`torch.func`), so it can be vmapped and differentiated again, and
+    the model is never changed. The task follows the live model: after an optimiser step it uses the new weights. While
+    it computes, torch puts tensors into copies of its modules: give each thread its own task (`with_model`).
 
     Frozen parameters (``requires_grad=False``) are constants: they have no gradient and are never shared.
-    Batch norm and dropout follow the flags their modules carry when the task is made. A batch-norm module in
+    Batch norm and dropout are in the mode that their modules have when the task is created. A batch-norm module in
     train mode uses the statistics of the batch and leaves its running statistics alone, so nothing passes from
     one client to the next (`updated_buffers` returns the new statistics instead of storing them); in eval mode it
     uses the running statistics. Modules that are random (active dropout) or write other buffers while they compute
@@ -44,13 +44,13 @@ class Task:
 
     Args:
         model: any module that maps a batch ``[N, *input_shape]`` to one tensor of outputs, for cross-entropy logits
-            ``[N, classes]``, or ``[N, classes, *positions]`` where every position of an input has a class.
-        loss: ``"cross-entropy"``; ``"logistic"``: two classes told by one logit; or a function
-            ``(outputs, labels) -> scalar``, the mean over the batch, of labels of any shape with N first.
+            ``[N, classes]``, or ``[N, classes, *positions]`` if every position of an input has a class.
+        loss: ``"cross-entropy"``; ``"logistic"``, which distinguishes two classes by one logit; or a function
+            ``(outputs, labels) -> scalar``, the mean over the batch, for labels of any shape with N first.
         input_shape: shape of one input, such as ``(3, 32, 32)``. Images are in [0, 1] everywhere in gradveil.
-        classes: number of classes; None for a loss of your own whose labels are no classes.
+        classes: number of classes; None for a custom loss whose labels are not classes.
         mean, std: the model's normalisation, one value for each entry of the first axis of an input (an image's
-            channels), applied to inputs in the modality's range. Default: none.
+            channels), applied to inputs in the modality's range. Default: no normalisation.
         modality: what an input is.
 
     Example:
@@ -86,42 +86,42 @@ class Task:
             self._loss: Loss = LOSSES[checks.choice("Task", "loss", loss, LOSSES)]
         else:
             self._loss = loss
-        # What an attacker who inverts the loss must know; None: a loss of the user's own.
+        # An attacker who inverts the loss must know which one it is; None for a custom loss.
         self.loss_name = next((name for name, known in LOSSES.items() if known is self._loss), None)
         if self.loss_name and self.classes is None:
-            raise ParameterError(f"Task: the {self.loss_name} loss needs classes, got None; say how many there are")
+            raise ParameterError(f"Task: the {self.loss_name} loss needs classes, got None; pass their number")
         if self.loss_name == "logistic" and self.classes != 2:
-            raise ParameterError(f"Task: the logistic loss tells 2 classes apart, got classes={self.classes}")
+            raise ParameterError(f"Task: the logistic loss needs 2 classes, got classes={self.classes}")
         self._normalisation = _normalisation(mean, std, self.input_shape)
         self._by_autograd = False
-        self._parameters: Gradients | None = None  # None: the live model's
+        self._parameters: Gradients | None = None  # None means those of the live model
         self._buffers: Gradients | None = None
         self._functional = FunctionalModel(model)
-        inside = self._functional.look_inside(self.parameters, self.buffers, self.normalised(self._probe()))
-        wanted = 1 if self.loss_name == "logistic" else self.classes
-        shape = tuple(inside.outputs.shape)
-        # Shape of what has a class of its own in an input, () for the input as a whole.
+        trace = self._functional.trace(self.parameters, self.buffers, self.normalised(self._probe()))
+        logits = 1 if self.loss_name == "logistic" else self.classes
+        shape = tuple(trace.outputs.shape)
+        # Shape of the positions of an input that have a class each; () if the input has one class.
         self.positions = shape[2:] if self.loss_name == "cross-entropy" else ()
-        if self.loss_name and shape != (2, wanted, *self.positions):
+        if self.loss_name and shape != (2, logits, *self.positions):
             raise InputError(
-                f"Task: the model must return logits of shape [N, {wanted}], got {list(shape)} for N = 2; "
+                f"Task: the model must return logits of shape [N, {logits}], got {list(shape)} for N = 2; "
                 "check classes="
             )
-        self.classifier: Classifier | None = inside.classifier
-        self.activations: int = inside.activations
+        self.classifier: Classifier | None = trace.classifier
+        self.activations: int = trace.activations
 
     # -- weights ------------------------------------------------------------------------------------------------
 
     @property
     def parameters(self) -> Gradients:
-        """The trained weights by name, detached; the live model's unless the task was made by `with_parameters`."""
+        """The trained weights by name, detached; the live model's unless `with_parameters` made the task."""
         if self._parameters is not None:
             return self._parameters
         return {name: value.detach() for name, value in self._functional.live.named_parameters() if value.requires_grad}
 
     @property
     def buffers(self) -> Gradients:
-        """All that is not trained, by name, detached: running statistics, constants, frozen parameters."""
+        """All tensors that are not trained, by name, detached: running statistics, constants, frozen parameters."""
         if self._buffers is not None:
             return self._buffers
         return {name: value.detach() for name, value in named_tensors(self._functional.live) if not value.requires_grad}
@@ -138,16 +138,16 @@ class Task:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """Device of the weights."""
         return next(iter(self.parameters.values())).device
 
     @property
     def has_batch_statistics(self) -> bool:
-        """Whether a batch norm works on the statistics of the batch, which ties the inputs of a batch together."""
+        """Whether a batch norm uses the statistics of the batch, which makes the examples of a batch interact."""
         return bool(self._functional.batch_norms)
 
     def with_parameters(self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None) -> "Task":
-        """The same task at other weights; the live model is not touched."""
+        """The same task with other weights; the live model is not changed."""
         current = self.parameters
         if list(parameters) != list(current):
             raise InputError(f"Task: parameters must be named {list(current)} in this order, got {list(parameters)}")
@@ -157,25 +157,25 @@ class Task:
         return other
 
     def copy_model(self) -> nn.Module:
-        """A copy of the model at the task's weights, to build another model from."""
+        """A copy of the model with the task's weights, to build another model from."""
         model = copy.deepcopy(self._functional.live)
         values = {**self.parameters, **self.buffers}
         with torch.no_grad():
             for name, tensor in named_tensors(model):
-                tensor.data = values[name].clone()  # not copy_: the task may be in another precision
+                tensor.data = values[name].clone()  # not copy_, because the task may be in another precision
         return model
 
     def with_model(self, model: nn.Module) -> "Task":
-        """The task of another model with the same loss, inputs, classes and normalisation."""
+        """A task for another model with the same loss, inputs, classes and normalisation."""
         return Task.like(self, model)
 
     @classmethod
     def like(cls, task: "Task", model: nn.Module) -> Self:
-        """`with_model` for a kind of task of your own: that of `model`, with everything else as in `task`."""
+        """`with_model` for subclasses: a task for `model` with everything else as in `task`."""
         return cls(model, **task._settings)
 
     def normalised(self, inputs: Tensor) -> Tensor:
-        """What the model is fed for these inputs."""
+        """The values that the model is fed for these inputs."""
         if self._normalisation is None:
             return inputs
         mean, std = (value.to(inputs) for value in self._normalisation)
@@ -189,11 +189,11 @@ class Task:
         return values * std + mean
 
     def to(self, device: torch.device | str | torch.dtype | None = None, dtype: torch.dtype | None = None) -> "Task":
-        """The same task elsewhere or in another precision; the live model is not touched.
+        """The same task on another device or in another precision; the live model is not changed.
 
         Args:
-            device: where weights, buffers and normalisation go; a dtype in this place is taken for one.
-            dtype: of the weights and of those buffers that are floats.
+            device: where weights, buffers and normalisation go; may also be a dtype.
+            dtype: type of the weights and of floating-point buffers.
 
         >>> task = Task(nn.Linear(2, 2), input_shape=(2,), classes=2)
         >>> task.to(torch.float64).dtype, task.to("cpu", torch.float64).dtype, task.to(device="meta").device
@@ -212,9 +212,9 @@ class Task:
         return other
 
     def by_autograd(self, wanted: bool = True) -> "Task":
-        """The same task whose `gradient` is computed by torch.autograd, or, if not wanted, by torch.func as usual.
+        """The same task with `gradient` computed by torch.autograd if `wanted`, else by torch.func as usual.
 
-        That is 1.1 to 1.3 times faster for one victim, but cannot be vmapped.
+        Autograd is 1.1 to 1.3 times faster for one victim, but cannot be vmapped.
         """
         other = copy.copy(self)
         other._by_autograd = wanted
@@ -226,13 +226,13 @@ class Task:
         return bool(self._functional.relus)
 
     def smoothed(self, sharpness: float) -> "Task":
-        r"""The same task with the kink of every ReLU and LeakyReLU module rounded off.
+        r"""The same task with the kink of every ReLU and LeakyReLU module smoothed.
 
         .. math:: relu(x) \approx log(1 + e^{\beta x}) / \beta, \quad \beta = sharpness / rms(x)
 
-        where rms(x) is the typical input of that very module, measured on noise. The gradient of a ReLU network jumps
-        wherever a unit switches on or off, so a gradient-matching cost has no useful slope there; the smoothed one
-        has. At sharpness 5 it is a different network, at 100 nearly the same.
+        where rms(x) is the typical input of that particular module, measured on noise. The gradient of a ReLU network
+        jumps wherever a unit switches on or off, so a gradient-matching cost has no useful slope there; the smoothed
+        network has one. At sharpness 5 it is a different network, at 100 nearly the same.
         """
         checks.number("Task.smoothed", "sharpness", sharpness, above=0)
         other = copy.copy(self)
@@ -244,7 +244,7 @@ class Task:
     # -- pure functions: no checks, safe under vmap, grad and jvp --------------------------------------------------
 
     def outputs(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        """What the model computes while it trains, as a pure function (`predict` is what it answers when trained)."""
+        """The outputs of the model in training, as a pure function (`predict` gives those in evaluation mode)."""
         return self._call(self._functional.stateless, parameters, self.buffers, inputs)
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
@@ -263,21 +263,21 @@ class Task:
         return result
 
     def representation(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
-        """What the classifier is fed, ``[N, units]``, as a pure function; found by watching the model run."""
+        """The inputs of the classifier, ``[N, units]``, as a pure function; captured while the model runs."""
         if self.classifier is None:
             raise InputError("Task: the model has no linear classifier, so there is no representation before it")
         stateless = self._functional.stateless
         weight = stateless.get_parameter(self.classifier.weight)
         linears = {n: m for n, m in stateless.named_modules() if isinstance(m, nn.Linear) and m.weight is weight}
-        fed: list[Tensor] = []
-        with watched(linears, lambda _name, value: fed.append(value)):
+        classifier_inputs: list[Tensor] = []
+        with watched(linears, lambda _name, value: classifier_inputs.append(value)):
             self.outputs(parameters, inputs)
-        return fed[-1]  # of layers that share a weight, the last to run makes the logits
+        return classifier_inputs[-1]  # if layers share a weight, the last one to run computes the logits
 
     def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
-        """What a step on `inputs` makes of the batch-norm statistics, as a pure, differentiable function.
+        """The batch-norm statistics after a step on `inputs`, as a pure, differentiable function.
 
-        The values of `updated_buffers` without its counts; batch norm with ``momentum=None`` is left out.
+        These are the values of `updated_buffers` without the counts; batch norm with ``momentum=None`` is left out.
         """
         inputs_of: dict[str, Tensor] = {}
         norms = {name: self._functional.stateless.get_submodule(name) for name in self._functional.batch_norms}
@@ -294,7 +294,7 @@ class Task:
                 result[f"{name}.{kind}"] = (1 - momentum) * buffers[f"{name}.{kind}"] + momentum * value
         return result
 
-    # -- what users call --------------------------------------------------------------------------------------------
+    # -- checked functions for users --------------------------------------------------------------------------------
 
     def gradients(self, inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of the mean loss over the batch, by parameter name."""
@@ -302,12 +302,12 @@ class Task:
         return self.gradient(self.parameters, inputs, labels)
 
     def per_example_gradients(self, inputs: Tensor, labels: Tensor, *, chunk: int | None = None) -> Gradients:
-        """Gradients of each example by itself, ``[N, *parameter shape]`` by name; their mean is `gradients`.
+        """The gradient of each example by itself, ``[N, *parameter shape]`` by name; their mean is `gradients`.
 
         Args:
             inputs: a batch ``[N, *input_shape]``.
             labels: its labels.
-            chunk: examples worked on at once; default: as many as fit in about 1 GiB.
+            chunk: examples processed at once; default: as many as fit in about 1 GiB.
         """
         self.check(inputs, labels)
         if self.has_batch_statistics:
@@ -318,10 +318,10 @@ class Task:
             )
         parameters = self.parameters
 
-        def one(example: Tensor, label: Tensor) -> Gradients:
+        def example_gradient(example: Tensor, label: Tensor) -> Gradients:
             return self.gradient(parameters, example[None], label[None])
 
-        result: Gradients = vmap(one, chunk_size=chunk or chunk_size(self, 1))(inputs, labels)
+        result: Gradients = vmap(example_gradient, chunk_size=chunk or chunk_size(self, 1))(inputs, labels)
         return result
 
     def sensitivity(
@@ -337,21 +337,22 @@ class Task:
 
         .. math:: s_i^2 = |\partial g_i / \partial x|^2 = E_v (J v)_i^2, \quad v \sim N(0, I)
 
-        The mean over random directions of squared forward-mode derivatives, which is unbiased; each coordinate's
-        relative standard error is ``sensitivity_error(directions)``, sqrt(2 / directions). `x` is the whole batch.
+        The estimate is the mean of squared forward-mode derivatives over random directions, which is unbiased; each
+        coordinate's relative standard error is ``sensitivity_error(directions)``, sqrt(2 / directions). `x` is the
+        entire batch.
 
-        Directions are worked on together as far as the memory budget allows; where not even one fits, the batch is
-        cut into parts whose derivatives are added up. Neither changes the result. A batch with batch-norm statistics
-        cannot be cut: there the least memory is that of one direction.
+        Directions are processed together as far as the memory budget allows; if not even one fits, the batch is split
+        into parts whose derivatives are added up. Neither changes the result. A batch with batch-norm statistics
+        cannot be split, so it needs at least the memory of one direction.
 
         Args:
             inputs: a batch ``[N, *input_shape]``.
             labels: its labels.
-            directions: number of random directions; None: every input value in turn, which is exact and needs as
-                many directions as the batch has values. For small inputs, tests and yardsticks.
-            generator: source of the directions, for repeatable ones; default: a cryptographic stream. Not used by
-                the exact form.
-            memory_budget: bytes the directions worked on at once may take.
+            directions: number of random directions; None uses every input value in turn, which is exact and needs as
+                many directions as the batch has values. That is for small inputs, tests and benchmarks.
+            generator: source of the directions, to make them repeatable; default: a cryptographic stream. Not used
+                by the exact form.
+            memory_budget: how many bytes the directions processed at once may take.
 
         Example:
             >>> from torch import nn
@@ -368,34 +369,34 @@ class Task:
 
     @torch.no_grad()
     def predict(self, inputs: Tensor) -> Tensor:
-        """Logits in evaluation mode: batch norm with its running statistics."""
+        """The outputs in evaluation mode, in which batch norm uses its running statistics."""
         self._check_inputs(inputs)
         return self._call(self._functional.evaluating, self.parameters, self.buffers, inputs)
 
     def loss_of(self, outputs: Tensor, labels: Tensor) -> Tensor:
-        """The mean loss of outputs that are there already."""
+        """The mean loss of outputs that have already been computed."""
         return self._loss(outputs, labels)
 
     def classes_of(self, outputs: Tensor) -> Tensor:
-        """The class that outputs name, of each example or position: the largest, or of a single logit its sign."""
+        """The predicted class of each example or position: the largest logit, or the sign of a single logit."""
         return (outputs[:, 0] > 0).long() if self.loss_name == "logistic" else outputs.argmax(1)
 
     def single_classes(self, owner: str) -> int:
-        """The number of classes, for an `owner` who needs one class per input; other tasks are refused."""
+        """The number of classes, for an `owner` that needs one class per input; other tasks are refused."""
         if self.classes is None or self.positions:
             got = f"one for each of {list(self.positions)} positions" if self.positions else "no classes"
             raise InputError(f"{owner}: needs a task with one class per input, got {got}")
         return self.classes
 
     def random_labels(self, count: int, generator: torch.Generator) -> Tensor:
-        """Class numbers drawn at random, to try the task with."""
+        """Random class numbers to try the task with."""
         if self.classes is None:
             raise InputError("Task: labels of a task without classes cannot be drawn at random")
         return torch.randint(self.classes, (count, *self.positions), generator=generator, device=self.device)
 
     @torch.no_grad()
     def updated_buffers(self, inputs: Tensor) -> Gradients:
-        """What training on `inputs` would make of the batch-norm statistics; empty for a model without them."""
+        """The batch-norm statistics after training on `inputs`; empty for a model without them."""
         if not self.has_batch_statistics:
             return {}
         self._check_inputs(inputs)
@@ -407,8 +408,8 @@ class Task:
     def check(self, inputs: Tensor, labels: Tensor) -> None:
         """Raise `InputError` unless inputs and labels fit the task and each other.
 
-        Labels are class numbers ``[N, *positions]`` (int64) or probabilities ``[N, classes, *positions]``; a loss of
-        the user's own may have other positions, and labels of any kind where the task has no classes.
+        Labels are class numbers ``[N, *positions]`` (int64) or probabilities ``[N, classes, *positions]``; a custom
+        loss may have other positions, and labels of any kind if the task has no classes.
         """
         self._check_inputs(inputs)
         if not isinstance(labels, Tensor):
@@ -419,24 +420,24 @@ class Task:
         self.check_labels("Task: labels", labels)
 
     def check_labels(self, whose: str, labels: Tensor) -> None:
-        """Raise `InputError`, which begins with `whose`, unless labels fit the task, see `check`."""
+        """Raise an `InputError` that begins with `whose` unless the labels fit the task; see `check`."""
         count = len(labels)
         if labels.is_floating_point() and not torch.isfinite(labels).all():
             raise InputError(f"{whose} must be finite, got NaN or Inf; check the data")
         if self.classes is None:
             return
         if labels.is_floating_point():
-            wanted = (count, self.classes, *(self.positions if self.loss_name else labels.shape[2:]))
-            if labels.shape != wanted:
+            expected = (count, self.classes, *(self.positions if self.loss_name else labels.shape[2:]))
+            if labels.shape != expected:
                 raise InputError(
-                    f"{whose} that are probabilities must have shape {list(wanted)}, got {list(labels.shape)}; class "
-                    "numbers must be of an integer type, and labels that are no classes need a task with classes=None"
+                    f"{whose} that are probabilities must have shape {list(expected)}, got {list(labels.shape)}; class "
+                    "numbers must be of an integer type, and labels that are not classes need a task with classes=None"
                 )
             return
-        wanted = (count, *(self.positions if self.loss_name else labels.shape[1:]))
-        if labels.dtype != torch.int64 or labels.shape != wanted:
+        expected = (count, *(self.positions if self.loss_name else labels.shape[1:]))
+        if labels.dtype != torch.int64 or labels.shape != expected:
             raise InputError(
-                f"{whose} must be int64 of shape {list(wanted)}, got {labels.dtype} of shape {list(labels.shape)}"
+                f"{whose} must be int64 of shape {list(expected)}, got {labels.dtype} of shape {list(labels.shape)}"
             )
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= self.classes:
@@ -451,7 +452,7 @@ class Task:
             f"parameters={self.size:,})"
         )
 
-    # -- inside -----------------------------------------------------------------------------------------------------
+    # -- internals --------------------------------------------------------------------------------------------------
 
     def _call(self, view: nn.Module, parameters: Mapping[str, Tensor], buffers: Gradients, inputs: Tensor) -> Tensor:
         return self._functional(view, {**parameters, **buffers}, self.normalised(inputs))

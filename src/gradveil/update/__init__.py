@@ -1,4 +1,4 @@
-"""What leaves a client, how it came about, and the bytes it travels as (`gradveil.update.wire`)."""
+"""What leaves a client, how it is computed, and its encoding as bytes (`gradveil.update.wire`)."""
 
 from gradveil.update.local_steps import (
     LocalSteps,

@@ -11,13 +11,13 @@ from gradveil.task import Gradients
 
 @dataclass(frozen=True)
 class LocalSteps:
-    """FedAvg: the steps of SGD a client takes on its own before it shares.
+    """FedAvg: the SGD steps that a client takes before it shares its update.
 
     Args:
         epochs: passes over the client's data.
-        batch_size: examples per step; None: all of them.
+        batch_size: examples per step; None means all of them.
         lr: learning rate of each step.
-        momentum: of the steps; it starts from rest in every round.
+        momentum: momentum of the steps; the velocity starts at zero in every round.
 
     Example:
         >>> LocalSteps(epochs=2, batch_size=16, lr=0.1)
@@ -38,7 +38,7 @@ class LocalSteps:
 
 
 def sizes_of(local: LocalSteps | None, examples: int) -> list[int]:
-    """How many examples each gradient of an update is the mean of, step by step.
+    """The number of examples behind each gradient of an update, step by step.
 
     >>> sizes_of(LocalSteps(epochs=2, batch_size=2), examples=3)
     [2, 1, 2, 1]
@@ -50,22 +50,22 @@ def sizes_of(local: LocalSteps | None, examples: int) -> list[int]:
 
 
 def steps_of(local: LocalSteps | None, examples: int) -> int:
-    """How many gradients an update is made of."""
+    """How many gradients an update sums."""
     return len(sizes_of(local, examples))
 
 
 def step_weights(local: LocalSteps | None, examples: int) -> list[float]:
-    """How often an update counts each of its gradients: with momentum, again in every step after its own.
+    """The weight of each gradient in an update: with momentum, a gradient counts again in every later step.
 
     >>> step_weights(LocalSteps(epochs=3, momentum=0.5), examples=8)
     [1.75, 1.5, 1.0]
     """
     momentum = 0.0 if local is None else local.momentum
-    return [(1 - momentum**left) / (1 - momentum) for left in range(steps_of(local, examples), 0, -1)]
+    return [(1 - momentum**remaining) / (1 - momentum) for remaining in range(steps_of(local, examples), 0, -1)]
 
 
 def weight_of(local: LocalSteps | None, examples: int) -> float:
-    """How many gradients' worth an update sums.
+    """The total weight of the gradients in an update.
 
     >>> weight_of(LocalSteps(epochs=3, momentum=0.5), examples=8)
     4.25
@@ -74,7 +74,7 @@ def weight_of(local: LocalSteps | None, examples: int) -> float:
 
 
 def squared_weight_of(local: LocalSteps | None, examples: int) -> float:
-    """By how much the variance of an update exceeds that of one of its gradients, if these are independent.
+    """The variance of an update relative to that of one of its gradients, if these are independent.
 
     >>> squared_weight_of(LocalSteps(epochs=3), examples=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
     (3.0, 3.25)
@@ -83,7 +83,7 @@ def squared_weight_of(local: LocalSteps | None, examples: int) -> float:
 
 
 def with_momentum(velocity: Mapping[str, Tensor], step: Gradients, momentum: float) -> Gradients:
-    """What a step moves along: its gradient and, after the first step, what is left of the movement before."""
+    """The velocity of a step: its gradient plus, after the first step, the previous velocity times the momentum."""
     if not velocity or not momentum:
         return step
     return {name: momentum * velocity[name] + value for name, value in step.items()}

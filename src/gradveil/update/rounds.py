@@ -1,4 +1,4 @@
-"""One round, as a client and as the server has it: all that a defense is given."""
+"""One round from the client's and from the server's side: everything that a defense is given."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ from gradveil.update.local_steps import LocalSteps
 from gradveil.update.update import Update, compute_update, weighted_mean
 
 Memory = MutableMapping[str, Tensor]
-"""What a client keeps from round to round. Put new tensors in; one that is changed in place may be lost, for memories
-go to disk and into Flower's contexts when they are set."""
+"""What a client keeps from round to round. Assign new tensors; a change in place may be lost, because memories are
+written to disk or to a Flower context when an item is set."""
 Announced = Mapping[str, Tensor]
-"""What the elected client of a round published for all others."""
+"""What the elected client of a round published for all other clients."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,10 +22,10 @@ class ClientState:
     """What a client has in a round besides its data.
 
     Args:
-        generator: the client's randomness. Leave it out in use: then all draws come from a cryptographic stream, and
-            noise lies on a grid that shows nothing of the gradient (`core.randomness`). A torch generator is for
-            simulations: whoever sees some of its draws can compute the others.
-        memory: the client's own state, the same mapping every round.
+        generator: the client's randomness. Leave it out for real clients: all draws then come from a cryptographic
+            stream, and noise lies on a grid that reveals nothing about the gradient (`core.randomness`). A torch
+            generator is for simulations: whoever sees some of its draws can compute the others.
+        memory: the client's own state, the same mapping in every round.
         announced: what the elected client published.
 
     Example:
@@ -39,7 +39,7 @@ class ClientState:
     announced: Announced | None = None
 
     def __post_init__(self) -> None:
-        # Kept, so that whatever is derived from this state goes on with the same stream.
+        # Stored, so that everything derived from this state continues the same stream.
         object.__setattr__(self, "generator", source_of(self.generator))
 
     @property
@@ -50,13 +50,13 @@ class ClientState:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientRound(ClientState):
-    """One client in one round: all that a defense is given.
+    """One client in one round: everything that a defense is given.
 
     Args:
-        task: the model at the weights the server sent; in a local step, at the weights of that step.
+        task: the model with the weights that the server sent; in a local step, with the weights of that step.
         inputs: the client's batch.
         targets: its labels.
-        local: local steps (FedAvg); None: a single gradient.
+        local: local steps (FedAvg); None means a single gradient.
 
     Example:
         >>> import torch
@@ -80,11 +80,11 @@ class ClientRound(ClientState):
 
 @dataclass(frozen=True)
 class ServerRound:
-    """What a server has of a round when it aggregates.
+    """What the server knows about a round when it aggregates.
 
     Args:
-        updates: those that arrived, at least one.
-        weights: what each counts; None: all alike.
+        updates: the updates that arrived, at least one.
+        weights: the weight of each update; None means equal weights.
         memory: the server's own state.
         announced: what the elected client published.
 

@@ -1,4 +1,4 @@
-"""What leaves a client: an update, and how it came about."""
+"""What leaves a client: an update, and how it is computed."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from gradveil.task import Gradients, Task
 from gradveil.update.local_steps import LocalSteps, with_momentum
 
 MAX_BITS = 28
-"""Bits of a quantised value at most: more codes than a float32 has digits."""
+"""The most bits of a quantised value, more than the precision of a float32."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    r"""Equally spaced values that a quantised layer takes: what turns integer codes into floating-point numbers.
+    r"""The equally spaced values of a quantised layer, which map integer codes to floating-point numbers.
 
     .. math:: value(c) = low + step \cdot c, \quad c = 0, ..., 2^{bits} - 1
 
@@ -29,7 +29,7 @@ class Grid:
 
     Args:
         low: the value of code 0.
-        step: distance of two neighbours; 0 if there is only one value.
+        step: distance between neighbouring values; 0 if there is only one value.
         bits: width of a code, 1 to 28.
 
     Example:
@@ -47,7 +47,7 @@ class Grid:
         checks.integer("Grid", "bits", self.bits, low=1, high=MAX_BITS)
 
     def values(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that the codes stand for."""
+        """The values that the codes represent."""
         values = codes.to(torch.float64) * self.step + self.low
         return values if dtype == torch.float64 else values.to(torch.float32).to(dtype)
 
@@ -67,11 +67,12 @@ class Meta:
 
     Args:
         round: number of the training round, if there is one.
-        samples: examples behind the update.
+        samples: how many examples the update was computed from.
         local: the client's local steps; None for a single gradient.
-        bytes: length of the encoded update, once it has been encoded (see `gradveil.update.wire`).
+        bytes: length of the encoded update, set when it is encoded (see `gradveil.update.wire`).
         buffers: batch-norm statistics that travel with the update.
-        grids: the values that quantised layers take, by parameter name; the encoder sends codes where they hold.
+        grids: the values that quantised layers take, by parameter name; the encoder sends codes if all values
+            of a block lie on the grid.
         clients: how many clients' updates this one is the sum of.
 
     Example:
@@ -93,7 +94,7 @@ class Update(dict[str, Tensor]):
 
     Args:
         values: the tensors by parameter name.
-        meta: how the update came about.
+        meta: how the update was computed.
 
     Example:
         >>> update = Update({"weight": torch.ones(2)}, Meta(samples=8))
@@ -110,8 +111,8 @@ class Rounds(tuple[tuple[Task, Update], ...]):
     """Several observed rounds of one victim on the same data, the first one first.
 
     Args:
-        seen: each round's task, at the weights the victim was sent, and the update it shared (a plain mapping of
-            gradients is made one).
+        seen: the task of each round, with the weights that the victim was sent, and the update that it shared (a plain
+            mapping of gradients is converted to one).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
@@ -122,7 +123,7 @@ class Rounds(tuple[tuple[Task, Update], ...]):
     """
 
     def __new__(cls, seen: Iterable[tuple[Task, Mapping[str, Tensor]]]) -> "Rounds":
-        """At least one round."""
+        """Refuse an empty sequence of rounds."""
         rounds = super().__new__(cls, [(task, u if isinstance(u, Update) else Update(u)) for task, u in seen])
         if not rounds:
             raise InputError("Rounds: expected at least one observed round, got none")
@@ -141,12 +142,12 @@ def compute_update(
     """An honest client's update: one gradient, or (start - end) / lr after local SGD steps.
 
     Args:
-        task: the model at the weights the server sent.
+        task: the model with the weights that the server sent.
         inputs: the client's batch.
         labels: its labels.
-        local: local steps (FedAvg); None: a single gradient over the batch (FedSGD).
+        local: local steps (FedAvg); None means a single gradient over the batch (FedSGD).
         generator: shuffles the examples before every epoch; default: a cryptographic stream.
-        gradients: computes the gradient of one step; defenses that act in every step put theirs here.
+        gradients: computes the gradient of one step; defenses that act in every step pass their own.
     """
     if local is None:
         meta = Meta(samples=len(inputs), buffers=task.updated_buffers(inputs))
@@ -154,16 +155,16 @@ def compute_update(
     task.check(inputs, labels)
     source = source_of(generator)
     current, buffers = task.parameters, dict[str, Tensor]()
-    # (start - end) / lr is the sum of the steps' velocities (without momentum: gradients); summing them loses no
-    # digits to cancellation.
+    # (start - end) / lr is the sum of the steps' velocities (without momentum, their gradients); summing these avoids
+    # cancellation.
     total = {name: torch.zeros_like(value) for name, value in current.items()}
     velocity: Gradients = {}
     for _ in range(local.epochs):
         order = source.permutation(len(inputs), inputs.device)
         for batch in torch.split(order, local.batch_size or len(inputs)):
-            stepping = task.with_parameters(current, buffers)
-            step = gradients(stepping, inputs[batch], labels[batch])
-            buffers = stepping.updated_buffers(inputs[batch])
+            step_task = task.with_parameters(current, buffers)
+            step = gradients(step_task, inputs[batch], labels[batch])
+            buffers = step_task.updated_buffers(inputs[batch])
             velocity = with_momentum(velocity, step, local.momentum)
             total = {name: value + velocity[name] for name, value in total.items()}
             current = {name: value - local.lr * velocity[name] for name, value in current.items()}
@@ -171,7 +172,7 @@ def compute_update(
 
 
 def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = None) -> Update:
-    """Average updates (and the batch-norm statistics they carry).
+    """Average updates, including the batch-norm statistics they carry.
 
     Args:
         updates: updates of one round, all of the same model.
@@ -188,7 +189,7 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
     shares = [weight / sum(weights) for weight in weights]
 
     def mean(tensors: Sequence[Tensor]) -> Tensor:
-        if not tensors[0].is_floating_point():  # a count of batches: every client says the same
+        if not tensors[0].is_floating_point():  # a count of batches, which is the same for every client
             return tensors[0]
         total = torch.zeros_like(tensors[0])
         for share, tensor in zip(shares, tensors, strict=True):

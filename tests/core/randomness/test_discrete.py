@@ -17,40 +17,40 @@ def drawn(deviation, count):
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_the_tables_are_exact(deviation):
-    """Columns of the alias table, in whole numbers, give back the weights, and weight x keep is the density."""
+    """The columns of the alias table add up to the weights exactly, and weight x keep is the density."""
     sampler = DiscreteGaussian(deviation)
-    weights, keep = discrete._envelope(sampler._first.tolist(), deviation)
+    weights, keep = discrete._envelope(sampler._edges.tolist(), deviation)
     mass = [0] * len(weights)
-    for place, (threshold, alias) in enumerate(zip(sampler._threshold.tolist(), sampler._alias.tolist(), strict=True)):
-        mass[place] += threshold
+    for column, (threshold, alias) in enumerate(zip(sampler._threshold.tolist(), sampler._alias.tolist(), strict=True)):
+        mass[column] += threshold
         mass[alias] += 2**32 - threshold
     assert mass == weights
     assert sum(mass) == 512 * 2**32
     assert keep.max() <= 1
-    # Kept weight, as a function of the edge, is the density: compared where double precision can.
-    near = sampler._first < 6 * deviation
+    # The kept weight as a function of the edge is the density, compared as far out as double precision allows.
+    near = sampler._edges < 6 * deviation
     kept = np.array([float(Fraction(w) * Fraction(k)) for w, k in zip(weights, keep, strict=True)])
-    density = np.exp(-(sampler._first[near].astype(float) ** 2) / (2 * deviation**2))
+    density = np.exp(-(sampler._edges[near].astype(float) ** 2) / (2 * deviation**2))
     ratio = kept[near] / density
     np.testing.assert_allclose(ratio, ratio[0], rtol=1e-13)
 
 
 def test_cells_cover_the_line_without_gap():
     sampler = DiscreteGaussian(2.0**24)
-    assert np.array_equal(sampler._first, np.arange(512) * 2**20)
+    assert np.array_equal(sampler._edges, np.arange(512) * 2**20)
 
 
 def test_the_quick_test_never_keeps_what_the_exact_one_would_reject():
     sampler = DiscreteGaussian(1.7 * 2**24)
     rate, count, single = sampler._rate, 400_000, np.float32
     chance, place, cell = Keystream(bytes(32)).words(3 * count).reshape(3, count)
-    place, cell = (place & ((1 << 20) - 1)).astype(np.int32), (cell % 120).astype(np.intp)  # as far as it is used
-    value = sampler._first[cell] + place
-    assert value.max() < sampler._rough
+    place, cell = (place & ((1 << 20) - 1)).astype(np.int32), (cell % 120).astype(np.intp)  # its range of use
+    value = sampler._edges[cell] + place
+    assert value.max() < sampler._quick_limit
     exponent = place.astype(single) * single(2 * rate) * value.astype(single)
     quick = chance.astype(single) * single(2.0**-32) + exponent < 1 - discrete._MARGIN
-    # The exact condition, at the worst value of the bits that the quick one does not look at.
-    edge = sampler._first[cell].astype(np.int64)
+    # The exact condition, at the worst value of the bits that the quick test ignores.
+    edge = sampler._edges[cell].astype(np.int64)
     probability = sampler._keep[cell] * np.exp(-((value - edge) * (value + edge)) * rate)
     worst = (chance.astype(np.float64) + 1) * 2.0**-32
     assert quick.mean() > 0.9
@@ -58,9 +58,9 @@ def test_the_quick_test_never_keeps_what_the_exact_one_would_reject():
 
 
 def test_zero_is_as_probable_as_it_should_be(monkeypatch):
-    """With so few steps a deviation that zero is common: a coarse sampler of the same code against the law itself."""
-    monkeypatch.setattr(discrete, "_WITHIN", 2)
-    monkeypatch.setattr(discrete, "FINENESS", 6)
+    """A coarse sampler of the same code, with so few steps per deviation that zero is common, follows the law."""
+    monkeypatch.setattr(discrete, "_CELL_BITS", 2)
+    monkeypatch.setattr(discrete, "LOG2_STEPS", 6)
     deviation, count = 1.3 * 2**6, 1_000_000
     sample = np.concatenate(list(DiscreteGaussian(deviation).draw(count, SecretKey().stream())))
     values = np.arange(-2047, 2048)
@@ -75,7 +75,7 @@ def test_zero_is_as_probable_as_it_should_be(monkeypatch):
 
 @pytest.mark.parametrize("deviation", DEVIATIONS)
 def test_values_have_the_distribution_they_should(deviation):
-    """Mean, variance, kurtosis and 200 cells, each at a probability of 1e-6."""
+    """Mean, variance, kurtosis and 200 cells, each tested at a significance level of 1e-6."""
     count = 2_000_000
     sample = drawn(deviation, count) / deviation
     assert abs(sample.mean()) < 4.9 / count**0.5
@@ -86,7 +86,7 @@ def test_values_have_the_distribution_they_should(deviation):
     assert stats.chisquare(observed).pvalue > 1e-6
 
 
-def test_tails_are_there_to_one_in_a_million():
+def test_tails_are_right_to_one_in_a_million():
     """How many of 2^24 values lie beyond 1e-2, ..., 1e-6 of the normal distribution, by exact binomial tests."""
     count, beyond = 1 << 24, {}
     for _ in range(16):
@@ -97,13 +97,13 @@ def test_tails_are_there_to_one_in_a_million():
         assert stats.binomtest(found, count, 10.0**-power).pvalue > 1e-6, power
 
 
-def test_low_bits_are_even():
+def test_low_bits_are_uniform():
     """Every residue of the last eight bits is as probable as any other: the grid has no holes."""
     low = drawn(1.2 * 2**24, 1_000_000) & 255
     assert stats.chisquare(np.bincount(low, minlength=256)).pvalue > 1e-6
 
 
-def test_a_deviation_off_the_range_is_refused():
+def test_a_deviation_out_of_range_is_refused():
     with pytest.raises(ValueError, match="from 2\\^24 to 2\\^25"):
         DiscreteGaussian(2.0**25)
     assert [grid_step(std) for std in (0.3, 1e-4)] == [2.0**-26, 2.0**-38]

@@ -9,21 +9,21 @@ def draw(generator, count=1000):
     return torch.rand(count, generator=generator)
 
 
-def test_paths_give_streams_of_their_own():
+def test_different_paths_give_different_streams():
     assert torch.equal(draw(derived_generator(1, "share", 2)), draw(derived_generator(1, "share", 2)))
     streams = [draw(derived_generator(seed, path)) for seed in (1, 1 + 2**32) for path in ("a", "b")]
     assert len({tuple(stream.tolist()) for stream in streams}) == 4
 
 
 def test_fresh_generators_are_not_what_their_seed_would_give():
-    """torch's CPU generator uses 32 bits of a seed, few enough to try them all."""
+    """Torch's CPU generator uses only 32 bits of a seed, few enough to try them all."""
     generator = fresh_generator()
     guessed = torch.Generator().manual_seed(generator.initial_seed())
     assert not torch.equal(draw(generator), draw(guessed))
     assert not torch.equal(draw(fresh_generator()), draw(fresh_generator()))
 
 
-def test_a_filled_generator_is_a_good_one():
+def test_derived_generators_draw_uniform_independent_values():
     sample = draw(derived_generator(0), 1_000_000).double()
     assert abs(float(sample.mean()) - 0.5) < 4 * (1 / 12 / 1e6) ** 0.5
     assert abs(float(sample.var()) * 12 - 1) < 0.01
@@ -38,9 +38,9 @@ def test_the_layout_in_memory_does_not_matter():
     assert torch.equal(first, second)
 
 
-def test_another_layout_of_torchs_state_is_noticed(monkeypatch):
+def test_a_changed_layout_of_torchs_state_is_refused(monkeypatch):
     generators._check_layout.cache_clear()
     monkeypatch.setattr(generators, "_STATE_OFFSET", 32)
-    with pytest.raises(RuntimeError, match="in another layout than gradveil knows"):
+    with pytest.raises(RuntimeError, match="in a layout that gradveil does not know"):
         derived_generator(1)
     generators._check_layout.cache_clear()

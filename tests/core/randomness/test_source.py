@@ -8,7 +8,7 @@ from gradveil.core.randomness import SecureSource, SeededSource, source_of
 from gradveil.core.randomness.discrete import grid_step
 
 
-def test_none_is_cryptographic_and_a_generator_is_a_simulation():
+def test_none_gives_a_secure_source_and_a_generator_a_seeded_one():
     assert source_of(None).secure
     assert not source_of(torch.Generator()).secure
     source = SecureSource()
@@ -17,7 +17,7 @@ def test_none_is_cryptographic_and_a_generator_is_a_simulation():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("std", [1e-3, 0.3, 40.0])
-def test_noise_lies_on_the_grid_whatever_it_was_added_to(dtype, std):
+def test_noisy_values_lie_on_the_grid_for_any_value(dtype, std):
     step = grid_step(std)
     values = torch.linspace(-3 * std, 3 * std, 20_000, dtype=dtype)
     for noisy in (
@@ -29,7 +29,7 @@ def test_noise_lies_on_the_grid_whatever_it_was_added_to(dtype, std):
     ):
         assert noisy.dtype == dtype
         steps = noisy.double() / step
-        exact = steps.abs() < 2**24  # beyond, float32 rounds by the size of the sum
+        exact = steps.abs() < 2**24  # float32 rounds larger sums
         assert torch.equal(steps[exact], steps[exact].round())
 
 
@@ -97,7 +97,7 @@ def test_zero_has_no_sign():
 
 
 @pytest.mark.parametrize("std", [1e-300, 1e300])
-def test_deviations_that_no_grid_can_hold_are_refused(std):
+def test_deviations_that_no_grid_can_represent_are_refused(std):
     for add in (SecureSource().add_normal, SecureSource().add_laplace):
         with pytest.raises(ParameterError, match="standard deviation must be from 1e-280 to 1e\\+280"):
             add(torch.zeros(20, dtype=torch.float64), std)
@@ -113,17 +113,17 @@ def test_shapes_strides_and_empty_tensors():
     assert torch.allclose(source.add_normal(strided, 1e-6), strided, atol=1e-4)
 
 
-# -- what floating point shows -------------------------------------------------------------------------------------
+# -- what floating point reveals -------------------------------------------------------------------------------------
 
 
 def off_grid(noisy):
-    """The share of the small outputs that are no multiple of 2^-24."""
+    """The share of the small outputs that are not multiples of 2^-24."""
     small = noisy[noisy.abs() < 0.25].double() * 2**24
     assert len(small) > 10_000
     return float((small != small.round()).double().mean())
 
 
-def test_the_last_bits_of_four_added_draws_show_what_they_were_added_to():
+def test_the_last_bits_of_four_added_draws_reveal_the_value():
     """Adding up four float32 draws, as Opacus' secure mode does, hides the noise's grid, not the sum's rounding."""
     generator = torch.Generator().manual_seed(0)
     noise = sum(torch.randn(2_000_000, generator=generator) for _ in range(4)) / 2 * 10.0
@@ -131,10 +131,10 @@ def test_the_last_bits_of_four_added_draws_show_what_they_were_added_to():
     assert off_grid(noise + 1.0) == 0
 
 
-def test_the_last_bits_show_nothing_in_use():
+def test_the_last_bits_of_secure_noise_reveal_nothing():
     zero, one = (SecureSource().add_normal(torch.full((1_000_000,), value), 10.0) for value in (0.0, 1.0))
     assert off_grid(zero) == off_grid(one) == 0
-    # Below the grid of the noise there is nothing; above it every residue is as probable for the one as for the other.
+    # Nothing lies below the noise's grid; above it every residue is equally probable for both values.
     residues = [np.bincount((x.double() / grid_step(10.0)).long().numpy() % 64, minlength=64) for x in (zero, one)]
     assert stats.chi2_contingency(np.stack(residues)).pvalue > 1e-6
 

@@ -27,18 +27,18 @@ def test_the_stream_is_aes_in_counter_mode():
 
 
 def test_a_stream_is_the_same_however_it_is_read():
-    together = Keystream(KEY).words(300_000)  # more than is encrypted at once
+    together = Keystream(KEY).words(300_000)  # more than one chunk of encryption
     stream = Keystream(KEY)
     apart = np.concatenate([stream.words(100_000) for _ in range(3)])
     assert np.array_equal(together, apart)
 
 
 def test_words_pass_frequency_and_run_tests():
-    """The first tests of NIST SP 800-22 on 2^24 bits, each at a probability of 1e-6."""
+    """The first tests of NIST SP 800-22 on 2^24 bits, each at a significance level of 1e-6."""
     bits = np.unpackbits(SecretKey().stream().words(1 << 19).view(np.uint8)).astype(np.int64)
     count = len(bits)
     assert abs((2 * bits - 1).sum()) < 4.9 * count**0.5  # frequency
-    blocks = bits.reshape(-1, 128).sum(1)  # frequency in blocks: chi-square of one degree of freedom a block
+    blocks = bits.reshape(-1, 128).sum(1)  # frequency in blocks: chi-square with one degree of freedom per block
     chi = (4 * (blocks - 64) ** 2 / 128).sum()
     assert abs(chi - len(blocks)) < 4.9 * (2 * len(blocks)) ** 0.5
     runs = 1 + (bits[1:] != bits[:-1]).sum()

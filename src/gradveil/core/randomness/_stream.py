@@ -15,7 +15,7 @@ _ZEROS = bytes(1 << 19)
 
 
 class Keystream:
-    """AES-256 in counter mode (NIST SP 800-38A): as many unpredictable bits as anybody needs, at gigabytes a second.
+    """AES-256 in counter mode (NIST SP 800-38A): unlimited unpredictable bits, at gigabytes per second.
 
     Args:
         key: 32 secret bytes.
@@ -54,9 +54,9 @@ class Keystream:
 class SecretKey:
     """A secret from the operating system, from which each draw gets a stream of its own.
 
-    A draw's key is BLAKE2b of its number under the secret. So layers, clients and rounds are independent, and whoever
-    learned one stream would still know nothing of the others. A forked process takes a new secret, and so does a copy:
-    they would otherwise repeat the draws.
+    A draw's key is BLAKE2b of its number under the secret. Layers, clients and rounds are therefore independent, and
+    whoever learns one stream knows nothing of the others. A forked process takes a new secret, and so does a copy:
+    otherwise they would repeat the draws.
 
     Example:
         >>> key = SecretKey()
@@ -72,25 +72,25 @@ class SecretKey:
         return SecretKey, ()
 
     def _renew(self) -> None:
-        self._secret, self._forks, self._drawn = os.urandom(KEY_BYTES), _forks, 0
+        self._secret, self._fork_count, self._draw_count = os.urandom(KEY_BYTES), _fork_count, 0
 
     def stream(self) -> Keystream:
         """The stream of the next draw."""
         with self._lock:
-            if self._forks != _forks:
+            if self._fork_count != _fork_count:
                 self._renew()
-            self._drawn += 1
-            secret, number = self._secret, self._drawn.to_bytes(8, "little")
+            self._draw_count += 1
+            secret, number = self._secret, self._draw_count.to_bytes(8, "little")
         return Keystream(hashlib.blake2b(number, key=secret, digest_size=KEY_BYTES).digest())
 
 
-_forks = 0  # that led to this process; numbers of processes come back
+_fork_count = 0  # forks between the first process and this one; process ids would not do, because they are reused
 
 
-def _count_fork() -> None:
-    global _forks
-    _forks += 1
+def _increment_fork_count() -> None:
+    global _fork_count
+    _fork_count += 1
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_count_fork)
+    os.register_at_fork(after_in_child=_increment_fork_count)

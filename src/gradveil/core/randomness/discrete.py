@@ -1,25 +1,27 @@
-r"""Noise on a grid: a float that carries noise must not carry anything of what the noise was added to.
+r"""Noise on a grid: the last bits of a noisy float must not reveal the value that the noise was added to.
 
-`g + noise` in floating point shows g. The noise lies on a grid of its own, and the sum is rounded by its own size:
-which of its last bits can be set depends on g (Mironov, CCS 2012), whatever the noise was made of. Here the value is
-rounded to a grid first, :math:`G = round(g / step)`, the noise Z is a whole number of steps, drawn without looking at
-g, and what leaves is :math:`step \cdot (G + Z)`. The sum of whole numbers is exact up to 2^53, and everything after it
-(a larger sum rounded to nearest, float32, a division by the batch size) is a function of G + Z alone: processing what
-was already released. So the guarantee is that of the integer mechanism.
+In floating point, `g + noise` reveals g. The noise lies on a grid of its own, and the sum is rounded according to its
+size, so which of its last bits can be set depends on g (Mironov, CCS 2012), however the noise was drawn. Here the value
+is first rounded to a grid, :math:`G = round(g / step)`; the noise Z is a whole number of steps, drawn independently of
+g; and the result is :math:`step \cdot (G + Z)`. The sum of whole numbers is exact up to 2^53, and everything after it
+(a larger sum rounded to nearest, float32, a division by the batch size) is a function of G + Z alone, which is
+post-processing. The guarantee is therefore that of the integer mechanism.
 
 **Normal noise.** Z is a discrete Gaussian (Canonne, Kamath and Steinke, NeurIPS 2020), :math:`P(z) \propto
 exp(-z^2 / 2 s^2)`, with s from 2^24 to 2^25 steps. On so fine a grid it is the continuous Gaussian rounded to the
-nearest step, but for a factor of :math:`1 + (z^2/s^2 - 1) / 24 s^2`, that is 1 + 2^-46 at eight deviations. The rounded
-Gaussian, added to whole numbers, *is* the continuous mechanism followed by rounding, for round(G + X) = G + round(X):
-every theorem and accountant of the continuous Gaussian holds for it, sampled batches and composition included.
+nearest step, except for a factor of :math:`1 + (z^2/s^2 - 1) / 24 s^2`, that is 1 + 2^-46 at eight deviations. The
+rounded Gaussian, added to whole numbers, *is* the continuous mechanism followed by rounding, because round(G + X) =
+G + round(X). Every theorem and accountant of the continuous Gaussian therefore holds for it, including sampled batches
+and composition.
 
-**How exactly it is drawn.** A sign and a magnitude, by rejection from cells of 2^20 neighbouring values: a cell by an
-alias table of whole numbers, which is exact, a value z in it uniformly, and the value is kept with probability
-:math:`q_{cell} \, exp(-(z^2 - e^2) / 2 s^2)`, e the cell's smallest value. The exponent is an exact integer times a
-constant, so each probability has a relative error below 2^-50. Together with the factor above, one value within eight
-deviations changes log-likelihood ratios by less than 2^-45, a round of d values epsilon by less than d / 2^45: 11
-million values, 4e-7. Values beyond eight deviations, where a relative error could be larger, have a probability of
-1.3e-15 together: they add at most d * 1.3e-15 to delta. (Beyond 16 deviations there is nothing: 1.3e-57.)
+**How exactly it is drawn.** A sign and a magnitude are drawn by rejection from cells of 2^20 neighbouring values: a
+cell by an alias table of whole numbers, which is exact, then a value z in it uniformly. The value is kept with
+probability :math:`q_{cell} \, exp(-(z^2 - e^2) / 2 s^2)`, where e is the cell's smallest value. The exponent is
+an exact integer times a constant, so each probability has a relative error below 2^-50. Together with the factor above,
+one value within eight deviations changes log-likelihood ratios by less than 2^-45, and a round of d values changes
+epsilon by less than d / 2^45: 4e-7 for 11 million values. Values beyond eight deviations, where a relative error could
+be larger, have a total probability of 1.3e-15: they add at most d * 1.3e-15 to delta. (Values beyond 16 deviations
+are never drawn; their probability would be 1.3e-57.)
 """
 
 import decimal
@@ -34,27 +36,27 @@ from gradveil.core.errors import ParameterError
 from gradveil.core.randomness._stream import Keystream
 
 SMALLEST, LARGEST = 1e-280, 1e280
-"""Standard deviations beyond these have grids that double precision cannot count in."""
+"""Standard deviations outside this range would need grids that double precision cannot represent."""
 
-FINENESS = 24
-"""Steps of the grid in a standard deviation: 2^24 and up to twice as many."""
+LOG2_STEPS = 24
+"""Binary logarithm of the grid steps in a standard deviation: there are 2^24 to 2^25."""
 
 _CELLS = 512
-_WITHIN = 20  # bits: 2^20 values a cell, so that a standard deviation is 16 to 32 cells
-_CHUNK = 1 << 15  # values drawn at once: what is worked on stays in the caches
-# The quick test is in float32. Its slips (2^-21.5 for rounding, 2^-21 for the tables) stay below this margin.
+_CELL_BITS = 20  # bits: 2^20 values per cell, so that a standard deviation is 16 to 32 cells
+_CHUNK = 1 << 15  # values drawn at once, so that the working set fits in the caches
+# The quick test is in float32. Its errors (2^-21.5 from rounding, 2^-21 from the tables) stay below this margin.
 _MARGIN = np.float32(2.0**-19)
 
 
 def grid_step(std: float) -> float:
-    """The grid for noise of standard deviation `std`: a power of two, 2^24 to 2^25 steps a deviation.
+    """The grid for noise of standard deviation `std`: a power of two, 2^24 to 2^25 steps per deviation.
 
     >>> grid_step(1.0) == 2**-24, grid_step(1.9) == 2**-24, grid_step(2.0) == 2**-23
     (True, True, True)
     """
     if not SMALLEST <= std <= LARGEST:
         raise ParameterError(f"noise: its standard deviation must be from {SMALLEST:g} to {LARGEST:g}, got {std:g}")
-    return math.ldexp(1.0, math.frexp(std)[1] - 1 - FINENESS)
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - LOG2_STEPS)
 
 
 class DiscreteGaussian:
@@ -70,47 +72,48 @@ class DiscreteGaussian:
     """
 
     def __init__(self, deviation: float) -> None:
-        if not 2.0**FINENESS <= deviation < 2.0 ** (FINENESS + 1):
+        if not 2.0**LOG2_STEPS <= deviation < 2.0 ** (LOG2_STEPS + 1):
             raise ValueError(f"expected a deviation from 2^24 to 2^25 steps, got {deviation}")
         self.deviation = deviation
         self._rate = 0.5 / deviation**2
-        self._first = np.arange(_CELLS, dtype=np.int32) << _WITHIN
-        weights, self._keep = _envelope(self._first.tolist(), deviation)
+        self._edges = np.arange(_CELLS, dtype=np.int32) << _CELL_BITS
+        weights, self._keep = _envelope(self._edges.tolist(), deviation)
         self._threshold, self._alias = _alias_table(weights)
-        # From here on the whole weights are too small for the quick test to overlook their rounding.
-        self._rough = int(self._first[self._keep < 1 - 2.0**-21].min())
+        # From this value on the quick test does not apply: the rounding of the small integer weights matters.
+        self._quick_limit = int(self._edges[self._keep < 1 - 2.0**-21].min())
 
     def draw(self, count: int, stream: Keystream) -> Iterator[NDArray[np.int32]]:
-        """`count` values, in runs of at most 2^15."""
+        """Yield `count` values, in runs of at most 2^15."""
         size = min(_CHUNK, count + count // 16 + 16)
         bits, threshold = np.empty((3, size), "<u4"), np.empty(size, "<u4")
         cell, other = np.empty(size, np.intp), np.empty(size, np.intp)
         value, exponent, uniform = np.empty(size, np.int32), np.empty(size, np.float32), np.empty(size, np.float32)
-        single = np.float32
+        float32 = np.float32
         left = count
         while left:
             stream.fill(bits)
-            place, coin, chance = bits  # a sign, two bits that are not used, 9 for the cell, 20 for the place in it
+            # `place` holds a sign, two unused bits, 9 bits for the cell and 20 for the place within it.
+            place, coin, chance = bits
             sign = place.view(np.int32) >> 31
-            np.right_shift(place, _WITHIN, out=cell, casting="unsafe")
+            np.right_shift(place, _CELL_BITS, out=cell, casting="unsafe")
             np.bitwise_and(cell, _CELLS - 1, out=cell)
             np.take(self._threshold, cell, out=threshold, mode="clip")
             np.take(self._alias, cell, out=other, mode="clip")
             np.copyto(cell, other, where=coin >= threshold)
-            np.take(self._first, cell, out=value, mode="clip")
-            np.bitwise_and(place, (1 << _WITHIN) - 1, out=place)
+            np.take(self._edges, cell, out=value, mode="clip")
+            np.bitwise_and(place, (1 << _CELL_BITS) - 1, out=place)
             np.add(value, place.view(np.int32), out=value)
-            # Quick test, for nearly all: z^2 - e^2 <= 2 z (z - e), and 1 - x <= exp(-x).
-            np.multiply(place, single(2 * self._rate), out=exponent, casting="unsafe", dtype=single)
-            np.multiply(exponent, value, out=exponent, casting="unsafe", dtype=single)
-            np.multiply(chance, single(2.0**-32), out=uniform, casting="unsafe", dtype=single)
+            # Quick test, which settles nearly all values: z^2 - e^2 <= 2 z (z - e), and 1 - x <= exp(-x).
+            np.multiply(place, float32(2 * self._rate), out=exponent, casting="unsafe", dtype=float32)
+            np.multiply(exponent, value, out=exponent, casting="unsafe", dtype=float32)
+            np.multiply(chance, float32(2.0**-32), out=uniform, casting="unsafe", dtype=float32)
             np.add(uniform, exponent, out=exponent)
             kept = exponent < 1 - _MARGIN
-            if value.max() >= self._rough:
-                kept &= value < self._rough
+            if value.max() >= self._quick_limit:
+                kept &= value < self._quick_limit
             doubtful = np.flatnonzero(~kept)
             kept[doubtful] = self._passes(value[doubtful], cell[doubtful], chance[doubtful], stream)
-            kept[(value == 0) & (sign < 0)] = False  # zero is there once, not once with each sign
+            kept[(value == 0) & (sign < 0)] = False  # zero must count once, not once per sign
             value ^= sign
             value -= sign
             accepted = value[kept][:left]
@@ -120,8 +123,8 @@ class DiscreteGaussian:
     def _passes(
         self, value: NDArray[np.int32], cell: NDArray[np.intp], chance: NDArray[np.uint32], stream: Keystream
     ) -> NDArray[np.bool_]:
-        """The exact test; `chance` is the head of a uniform number whose other bits are drawn only now."""
-        edge = self._first[cell].astype(np.int64)
+        """The exact test; `chance` holds the leading bits of a uniform number whose other bits are drawn only now."""
+        edge = self._edges[cell].astype(np.int64)
         exponent = ((value - edge) * (value + edge)) * self._rate  # the product of whole numbers is exact
         uniform = (chance + stream.doubles(len(chance))) * 2.0**-32
         passes: NDArray[np.bool_] = uniform < self._keep[cell] * np.exp(-exponent)
@@ -130,14 +133,14 @@ class DiscreteGaussian:
 
 @lru_cache(maxsize=64)
 def discrete_gaussian(deviation: float) -> DiscreteGaussian:
-    """The sampler for a deviation; its tables take some milliseconds and are kept."""
+    """The sampler for a deviation; it is cached because its tables take some milliseconds."""
     return DiscreteGaussian(deviation)
 
 
 def _envelope(edges: list[int], deviation: float) -> tuple[list[int], NDArray[np.float64]]:
-    """Whole-number weights of the cells, and with what probability a cell's most probable value is kept.
+    """Whole-number weights of the cells, and the probability with which a cell's most probable value is kept.
 
-    The weights add up to 2^41 and lie above a multiple of the density everywhere; what they lie above it is rejected.
+    The weights add up to 2^41 and lie above a multiple of the density everywhere; the excess is rejected.
     """
     total = _CELLS << 32
     with decimal.localcontext() as context:
@@ -145,26 +148,26 @@ def _envelope(edges: list[int], deviation: float) -> tuple[list[int], NDArray[np
         rate = 1 / (2 * decimal.Decimal(deviation) ** 2)
         density = [(-(decimal.Decimal(edge) ** 2) * rate).exp() for edge in edges]
         scale = (total - _CELLS) / sum(density, decimal.Decimal(0))
-        wanted = [scale * value for value in density]
-        weights = [math.ceil(value) for value in wanted]
+        target = [scale * value for value in density]
+        weights = [math.ceil(value) for value in target]
         weights[0] += total - sum(weights)
-        keep = [float(value / weight) for value, weight in zip(wanted, weights, strict=True)]
+        keep = [float(value / weight) for value, weight in zip(target, weights, strict=True)]
     return weights, np.array(keep)
 
 
 def _alias_table(weights: list[int]) -> tuple[NDArray[np.uint32], NDArray[np.intp]]:
-    """Walker's alias method in whole numbers: column i gives i below its threshold (of a 32-bit word), else its alias.
+    """Walker's alias method in whole numbers: column i gives i if a 32-bit word is below its threshold, else its alias.
 
     A full column would need a threshold of 2^32; it is its own alias instead.
     """
     full = 1 << 32
     left, threshold, alias = list(weights), [0] * len(weights), list(range(len(weights)))
-    small = [place for place, weight in enumerate(left) if weight < full]
-    large = [place for place, weight in enumerate(left) if weight >= full]
+    small = [column for column, weight in enumerate(left) if weight < full]
+    large = [column for column, weight in enumerate(left) if weight >= full]
     while small:
-        place, donor = small.pop(), large[-1]
-        threshold[place], alias[place] = left[place], donor
-        left[donor] -= full - left[place]
+        column, donor = small.pop(), large[-1]
+        threshold[column], alias[column] = left[column], donor
+        left[donor] -= full - left[column]
         if left[donor] < full:
             small.append(large.pop())
     return np.array(threshold, "<u4"), np.array(alias, np.intp)

@@ -1,4 +1,4 @@
-"""Torch generators whose whole state comes from a seed, for simulations and attacks."""
+"""Torch generators whose entire state comes from a seed, for simulations and attacks."""
 
 import hashlib
 import os
@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-_STATE_WORDS = 624  # of the Mersenne Twister, 32 bits each
-_STATE_OFFSET = 24  # where torch's state keeps them, as 64-bit words, behind seed, counters and flags
+_STATE_WORDS = 624  # in the state of the Mersenne Twister, 32 bits each
+_STATE_OFFSET = 24  # of these words in torch's state, which stores them as 64 bits each after seed, counters and flags
 _SEED_BYTES = 4 * _STATE_WORDS
 
 
 def fresh_generator(device: torch.device | str = "cpu") -> torch.Generator:
     """A generator that nobody can repeat, for draws that need not stay secret: an attacker's starts, a measurement.
 
-    A client's draws come from `SecureSource` instead: a Mersenne Twister can be continued by whoever sees enough of it.
+    A client's draws come from `SecureSource` instead: whoever sees enough of a Mersenne Twister can predict the rest.
     """
     return _generator_from(os.urandom(_SEED_BYTES), device)
 
@@ -30,7 +30,7 @@ def derived_generator(seed: int, *path: object, device: torch.device | str = "cp
 
 
 def _generator_from(entropy: bytes, device: torch.device | str) -> torch.Generator:
-    """A generator whose whole state comes from `entropy`: `manual_seed` uses only 32 bits of a seed on the CPU."""
+    """A generator whose entire state comes from `entropy`: on the CPU, `manual_seed` uses only 32 bits of a seed."""
     generator = torch.Generator(device).manual_seed(int.from_bytes(entropy[:8], "little") >> 1)
     if generator.device.type == "cpu":
         _check_layout()
@@ -47,9 +47,9 @@ def with_words(state: torch.Tensor, words: NDArray[np.uint32]) -> torch.Tensor:
 
 @cache
 def _check_layout() -> None:
-    """Refuse to work with a torch that keeps its generator's state elsewhere: seeds would silently lose their meaning.
+    """Refuse a version of torch with another layout of the generator's state: seeds would silently lose their meaning.
 
-    A generator that was given the state of numpy's Mersenne Twister must continue as numpy does.
+    A generator that is given the state of numpy's Mersenne Twister must continue as numpy does.
     """
     reference = np.random.RandomState(5489)
     words = np.asarray(reference.get_state(legacy=False)["state"]["key"], dtype="<u4")
@@ -59,6 +59,6 @@ def _check_layout() -> None:
     expected = reference.randint(0, 1 << 32, 1000, dtype=np.uint64) & np.uint64((1 << 24) - 1)
     if not np.array_equal(drawn.astype(np.uint64), expected):
         raise RuntimeError(
-            f"torch {torch.__version__} keeps the state of its generator in another layout than gradveil knows, so "
-            "seeds would not mean what they say; install torch 2.6 to 2.13"
+            f"torch {torch.__version__} stores the state of its generator in a layout that gradveil does not know, "
+            "so seeds would lose their meaning; install torch 2.6 to 2.13"
         )

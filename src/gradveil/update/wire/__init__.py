@@ -1,29 +1,29 @@
-"""Updates as bytes: self-describing, versioned, without pickle, so that bytes sent are counted and not estimated.
+"""Updates as bytes: self-describing, versioned and without pickle, so that the bytes sent are counted, not estimated.
 
-`encode` and `decode` give back the very same bits (-0.0 and subnormal numbers too). What is zero costs next to nothing,
-what lies on a known grid (`gradveil.update.Grid`) is sent as codes, and where both sides know a set of locations
-(`encode_locations`), positions are counted within it.
+`encode` and `decode` preserve every bit (including -0.0 and subnormal numbers). Zeros cost next to nothing, values on a
+known grid (`gradveil.update.Grid`) are sent as codes, and if both sides know a set of locations (`encode_locations`),
+positions are counted within it.
 
-**Bytes from strangers.** Decoding runs no code that comes with them, takes time in proportion to the message and the
-values it declares, and allocates nothing before its size is checked: at most twice the declared values, 4 MiB to work
-in, and 2 KiB for each tensor. Anything that is not what `encode` makes raises `DataError`. So does a layer with NaN or
-infinite values, which a server must not average (buffers are handed on as they are). The checksum finds accidents, not
-forgeries: who sent a message is for the transport to prove.
+**Untrusted bytes.** Decoding runs no code from the message, takes time in proportion to the message and the values it
+declares, and allocates nothing before its size is checked: at most twice the declared values, 4 MiB of working memory,
+and 2 KiB for each tensor. Anything that `encode` would not produce raises `DataError`. So does a layer with NaN or
+infinite values, which a server must not average (buffers are passed on unchanged). The checksum detects accidents, not
+forgeries: the transport must prove who sent a message.
 
 The format, version 1. Numbers are little-endian: u8 is an unsigned number of 8 bits, i64 a signed one of 64, f64 an
-IEEE double. "First in the highest bit" is how bits lie in bytes.
+IEEE double. "First in the highest bit" means that a sequence of bits fills bytes from the most significant bit down.
 
 A message::
 
     8 bytes    "gradveil"
     u16        version, 1
-    u32        CRC-32 (that of zlib) of all that follows
-    u64        length of the whole message in bytes
+    u32        CRC-32 (as in zlib) of everything that follows
+    u64        length of the entire message in bytes
     u32        length of the header in bytes
     header
     tensors    the bytes of the layers, then of the buffers, in the header's order and without gaps
 
-The header; what the flags say is not there is sent as 0::
+The header; fields that the flags mark as absent are sent as 0::
 
     u8         0: an update; 1: locations (which have no buffers, no grids and no flags)
     u8         flags: 1 there is a round, 2 there are local steps, 4 they have a batch size, 8 there is a digest,
@@ -36,31 +36,31 @@ The header; what the flags say is not there is sent as 0::
     16 bytes   digest of the known locations, see `digest`
     u16        number of layers
     u16        number of buffers; at most 16,384 tensors together
-    f64        local steps: momentum; only there if the flag is
+    f64        local steps: momentum; present only if its flag is set
     entries    one for each layer, then for each buffer
 
 An entry::
 
     u16        length of the name in bytes, at most 1,024
-    name       in UTF-8; no two layers and no two buffers have the same
+    name       in UTF-8; no two layers and no two buffers have the same name
     u8         type: 0 bool, 1 float16, 2 bfloat16, 3 float32, 4 float64, 5 uint8, 6 int8, 7 int16, 8 int32, 9 int64
     u8         number of dimensions, at most 32
     u64 ...    the dimensions
-    u8         1: a grid follows; 0: none does
+    u8         1: a grid follows; 0: no grid follows
     f64 f64 u8 the grid: low, step, bits
     u64        length of the tensor's bytes
 
-A buffer's bytes are its values. The layers of an update are floating-point numbers, those of locations truth values; a
+A buffer's bytes are its values. The layers of an update are floating-point numbers, those of locations booleans; a
 layer's bytes are its blocks of 65,536 values in row-major order, of which the last may be shorter. A block::
 
-    u8         how positions are told, 0 to 4; + 8: values are codes on the grid; + 16: the n places counted here are
-               only those of the block that are in the known set (else: all of them)
+    u8         how positions are stored, 0 to 4; + 8: values are codes on the grid; + 16: the n places are only those
+               places of the block that are in the known set (otherwise: all of them)
     positions  0: every value is zero, and nothing follows
-               1: every place has a value, nothing to tell
+               1: every place has a value, and no positions follow
                2: a bit for each of the n places: whether it has a value; first in the highest bit
                3: a list of the places that have values
                4: a list of the places that have none
-    values     in order, for each place that has one: as they are, or packed codes; of truth values nothing
+    values     in order, for each place that has one: unchanged, or as packed codes; nothing for booleans
 
 A list of k places (Elias and Fano's code), where w = floor(log2(floor(n / k)))::
 
@@ -68,9 +68,10 @@ A list of k places (Elias and Fano's code), where w = floor(log2(floor(n / k))):
     low bits   the lowest w bits of each place, as packed codes
     high bits  k + floor((n - 1) / 2^w) bits, first in the highest bit: number floor(place / 2^w) + i is set for place i
 
-Packed codes of w bits are planes, from the codes' lowest bits on: floor(w / 8) planes of 8 bits, then one of 4, of 2
-and of 1 bits if w has that bit. A plane of b bits takes m = ceil(count b / 8) bytes; byte i holds the bits of codes i,
-i + m, i + 2 m and so on from its lowest bit on. Code c stands for low + step c, rounded as `gradveil.update.Grid` says.
+Packed codes of w bits are stored as planes, starting with the codes' lowest bits: floor(w / 8) planes of 8 bits, then
+one each of 4, 2 and 1 bits if w has that bit. A plane of b bits takes m = ceil(count b / 8) bytes; byte i holds the
+bits of codes i, i + m, i + 2 m and so on from its lowest bit on. Code c stands for low + step c, rounded as described
+in `gradveil.update.Grid`.
 """
 
 import hashlib
@@ -100,19 +101,19 @@ from gradveil.update.wire._container import LOCATIONS, MAX_DIMENSIONS, UPDATE, E
 __all__ = ["MAX_VALUES", "decode", "decode_locations", "digest", "encode", "encode_locations"]
 
 MAX_VALUES = 100_000_000
-"""How many values a message may declare when nobody says what to expect."""
+"""How many values a message may declare if `like` is not given."""
 
 Layers = Mapping[str, Tensor]
 Locations = Layers
 
 
 def encode(update: Update, locations: Locations | None = None) -> bytes:
-    """The bytes of an update (batch-norm statistics included); also noted in ``update.meta.bytes``.
+    """Encode an update, including batch-norm statistics; the length is stored in ``update.meta.bytes``.
 
     Args:
         update: what to send; its values must be finite.
-        locations: truth values by layer that the receiver knows too: where values may stand. In blocks of a layer whose
-            values all lie inside, positions are counted within the set; where all of it is filled, they cost nothing.
+        locations: booleans by layer, known to the receiver too, that mark where values may be. If all values of a block
+            lie inside the set, positions are counted within it; if they fill all of it, positions cost nothing.
 
     >>> update = Update({"weight": torch.tensor([0.0, 0.0, 1.5, 0.0])})
     >>> decode(encode(update))["weight"].tolist()
@@ -130,7 +131,7 @@ def encode(update: Update, locations: Locations | None = None) -> bytes:
             raise InputError(f"wire: layers must be floating-point numbers, got {value.dtype} for {name!r}")
     for name in update.meta.grids:
         if name not in update:
-            raise InputError(f"wire: there is a grid for {name!r}, but the layers are {list(update)}")
+            raise InputError(f"wire: got a grid for {name!r}, but the layers are {list(update)}")
     body: list[Piece] = []
     layers = [
         _encode_layer(name, value, body, grid=update.meta.grids.get(name), known=known.get(name))
@@ -153,18 +154,18 @@ def encode(update: Update, locations: Locations | None = None) -> bytes:
 def decode(
     message: bytes, locations: Locations | None = None, *, like: Layers | None = None, max_values: int = MAX_VALUES
 ) -> Update:
-    """The update that `encode` turned into `message`; anything else raises `DataError`.
+    """Decode an update that `encode` produced; anything else raises `DataError`.
 
     Args:
         message: the bytes.
         locations: the set that was given to `encode`, if one was.
-        like: tensors of the names, shapes and types to expect, such as ``task.parameters``; a server should always say.
-        max_values: without `like`, how many values the layers may have together.
+        like: tensors with the expected names, shapes and types, such as ``task.parameters``; servers should pass it.
+        max_values: without `like`, how many values the layers may have in total.
     """
     with _data_errors("update"):
         header, reader = read(memoryview(message))
         _check_layers(header, UPDATE, like, max_values)
-        known = {} if header.digest is None else _flat_sets(_the_same(header.digest, locations))
+        known = {} if header.digest is None else _flat_sets(_matching(header.digest, locations))
         values = {entry.name: _decode_layer(entry, reader, known.get(entry.name)) for entry in header.layers}
         buffers = {entry.name: _decode_buffer(entry, reader) for entry in header.buffers}
     meta = Meta(
@@ -179,7 +180,7 @@ def decode(
 
 
 def encode_locations(locations: Locations) -> bytes:
-    """The bytes of sets of positions: tensors of truth values by layer.
+    """Encode sets of positions, given as boolean tensors by layer.
 
     >>> message = encode_locations({"weight": torch.tensor([False, True])})
     >>> decode_locations(message)["weight"].tolist()
@@ -191,12 +192,12 @@ def encode_locations(locations: Locations) -> bytes:
 
 
 def decode_locations(message: bytes, *, like: Layers | None = None, max_values: int = MAX_VALUES) -> dict[str, Tensor]:
-    """The sets of positions in `message`; anything else raises `DataError`.
+    """Decode sets of positions that `encode_locations` produced; anything else raises `DataError`.
 
     Args:
         message: the bytes.
-        like: tensors of the names and shapes to expect, such as ``task.parameters``.
-        max_values: without `like`, how many places the layers may have together.
+        like: tensors with the expected names and shapes, such as ``task.parameters``.
+        max_values: without `like`, how many places the layers may have in total.
     """
     with _data_errors("set of locations"):
         header, reader = read(memoryview(message))
@@ -205,10 +206,11 @@ def decode_locations(message: bytes, *, like: Layers | None = None, max_values: 
 
 
 def digest(locations: Locations) -> bytes:
-    """Sixteen bytes that tell one set of locations from another.
+    """Sixteen bytes that identify a set of locations.
 
-    The first half of the SHA-256 of, for each layer in the order of their names in UTF-8: the name's length (u64), the
-    name, the number of dimensions (u64), the dimensions (u64), and a bit for each place, the first in the highest bit.
+    They are the first half of the SHA-256 of the following, for each layer in the order of the names in UTF-8: the
+    length of the name (u64), the name, the number of dimensions (u64), the dimensions (u64), and a bit for each place,
+    the first in the highest bit.
 
     >>> digest({"weight": torch.tensor([False, True])}).hex()
     '0eed9b63e18cc393ad1f139569de25ff'
@@ -234,16 +236,18 @@ def _encode_layer(
         try:
             pieces += encode_block(bits[block], kind, grid, None if known is None else known[block])
         except NotFinite:
-            raise NotFiniteError(f"wire: values must be finite, got NaN or Inf in {name!r}; do not send this") from None
+            raise NotFiniteError(
+                f"wire: values must be finite, got NaN or Inf in {name!r}; do not send this update"
+            ) from None
     body += pieces
     return Entry(name, kind, tuple(value.shape), grid, sum(memoryview(piece).nbytes for piece in pieces))
 
 
 def _decode_layer(entry: Entry, reader: Reader, known: Array | None) -> Tensor:
     if known is not None and len(known) != entry.size:
-        raise Malformed(f"{entry.name!r} has {entry.size} places, of which the locations know {len(known)}")
+        raise Malformed(f"{entry.name!r} has {entry.size} places, but the locations have {len(known)}")
     blocks = Reader(reader.take(entry.length))
-    if entry.size > BLOCK * blocks.left:  # a block takes a byte at least
+    if entry.size > BLOCK * blocks.left:  # a block takes at least one byte
         raise Malformed(f"{blocks.left} bytes cannot hold the {entry.size} values of {entry.name!r}")
     out = np.empty(entry.size, entry.kind.stored.newbyteorder("="))
     for start in range(0, entry.size, BLOCK):
@@ -252,7 +256,7 @@ def _decode_layer(entry: Entry, reader: Reader, known: Array | None) -> Tensor:
             decode_block(blocks, out[block], entry.kind, entry.grid, None if known is None else known[block])
         except NotFinite:
             raise DataError(
-                f"wire: values must be finite, got NaN or Inf in {entry.name!r}; leave this one out"
+                f"wire: values must be finite, got NaN or Inf in {entry.name!r}; leave this update out"
             ) from None
     if blocks.left:
         raise Malformed(f"{entry.name!r} has {blocks.left} bytes too many")
@@ -267,12 +271,12 @@ def _decode_buffer(entry: Entry, reader: Reader) -> Tensor:
         raise Malformed(f"the buffer {entry.name!r} has a grid")
     bits = reader.array(entry.kind.stored, entry.size).astype(entry.kind.stored.newbyteorder("="))
     if entry.kind.dtype == torch.bool and bits.size and bits.max() > 1:
-        raise Malformed(f"the buffer {entry.name!r} has truth values other than 0 and 1")
+        raise Malformed(f"the buffer {entry.name!r} has booleans other than 0 and 1")
     return torch.from_numpy(bits).view(entry.kind.dtype).reshape(entry.shape)
 
 
 def _bits_of(name: str, value: Tensor) -> tuple[Kind, Array]:
-    """A tensor's type, and its values in order as integers of the same bits."""
+    """A tensor's type, and its values in order, reinterpreted as integers."""
     kind = Kind.of(value.dtype)
     if kind is None or value.ndim > MAX_DIMENSIONS:
         raise InputError(
@@ -287,13 +291,13 @@ def _flat(value: Tensor) -> Tensor:
     return value.detach().cpu().contiguous().reshape(-1)
 
 
-# -- what is known and expected --------------------------------------------------------------------------------------
+# -- known locations and expected layers ----------------------------------------------------------------------------
 
 
 def _checked(locations: Locations) -> Locations:
     for name, value in locations.items():
         if value.dtype != torch.bool:
-            raise InputError(f"wire: locations must be tensors of truth values, got {value.dtype} for {name!r}")
+            raise InputError(f"wire: locations must be boolean tensors, got {value.dtype} for {name!r}")
     return locations
 
 
@@ -301,8 +305,8 @@ def _flat_sets(locations: Locations) -> dict[str, Array]:
     return {name: _flat(value).numpy() for name, value in _checked(locations).items()}
 
 
-def _the_same(expected: bytes, locations: Locations | None) -> Locations:
-    """The locations, if they are those that the sender used."""
+def _matching(expected: bytes, locations: Locations | None) -> Locations:
+    """Return the locations if they are the ones that the sender used."""
     got = "none" if locations is None else digest(locations).hex()
     if locations is None or got != expected.hex():
         raise DataError(
@@ -313,7 +317,7 @@ def _the_same(expected: bytes, locations: Locations | None) -> Locations:
 
 
 def _check_layers(header: Header, contents: int, like: Layers | None, max_values: int) -> None:
-    """Nothing is allocated for layers before this has passed."""
+    """Refuse unexpected layers, before anything is allocated for them."""
     if header.contents != contents:
         raise Malformed("it holds locations" if contents == UPDATE else "it holds an update")
     for entry in header.layers:
@@ -324,27 +328,27 @@ def _check_layers(header: Header, contents: int, like: Layers | None, max_values
         if total > max_values:
             raise DataError(
                 f"wire: expected at most {max_values:,} values, got a message that declares {total:,}; pass like= with "
-                "the tensors to expect, or a larger max_values="
+                "the expected tensors, or a larger max_values="
             )
         return
-    only = torch.bool if contents == LOCATIONS else None
-    expected = {name: (list(value.shape), only or value.dtype) for name, value in like.items()}
+    dtype = torch.bool if contents == LOCATIONS else None
+    expected = {name: (list(value.shape), dtype or value.dtype) for name, value in like.items()}
     got = {entry.name: (list(entry.shape), entry.kind.dtype) for entry in header.layers}
     for name in [*expected, *got]:
         if expected.get(name) != got.get(name):
             raise DataError(
-                f"wire: expected {_described(expected.get(name))} as layer {name!r}, got {_described(got.get(name))}; "
+                f"wire: expected {_describe(expected.get(name))} as layer {name!r}, got {_describe(got.get(name))}; "
                 "both sides must use the same model"
             )
 
 
-def _described(layer: tuple[list[int], torch.dtype] | None) -> str:
+def _describe(layer: tuple[list[int], torch.dtype] | None) -> str:
     return "nothing" if layer is None else f"{str(layer[1]).removeprefix('torch.')} {layer[0]}"
 
 
 @contextmanager
-def _data_errors(what: str) -> Iterator[None]:
+def _data_errors(content: str) -> Iterator[None]:
     try:
         yield
     except Malformed as error:
-        raise DataError(f"wire: expected the bytes of an encoded {what}, got something else: {error}") from error
+        raise DataError(f"wire: expected the bytes of an encoded {content}, got something else: {error}") from error

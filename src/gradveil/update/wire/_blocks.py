@@ -1,7 +1,7 @@
-"""One block of a layer as bytes and back: where its values stand, and the values.
+"""Encoding and decoding one block of a layer: the positions of its values, and the values.
 
-A layer is cut into blocks of `BLOCK` values. Blocks are coded one by one, so that each takes the code that suits it,
-what is worked on stays in the processor's cache, and a decoder needs little memory besides the result.
+A layer is split into blocks of `BLOCK` values. Blocks are encoded one by one, so that each uses the code that suits it,
+the working set stays in the processor's cache, and a decoder needs little memory besides the result.
 """
 
 from collections.abc import Iterator
@@ -19,35 +19,35 @@ Piece = memoryview | bytes
 
 BLOCK = 1 << 16
 
-# How a block says where its values stand (the low three bits of its first byte) ...
+# How a block stores the positions of its values (the low three bits of its first byte) ...
 ZEROS, ALL, BITMAP, ELIAS_FANO, HOLES = range(5)
 _POSITIONS = 0b111
-# ... and two flags: values are codes on the layer's grid; positions count only the places of the known set.
+# ... and two flags: values are codes on the layer's grid; positions are counted within the known set only.
 _CODED, _KNOWN = 0b1000, 0b10000
 
 
 # A list of positions takes a third more time than a bitmap (measured at density 0.2, where it saves 2 % of the bytes):
-# it is taken where it makes a block 3 % shorter.
+# it is used if it makes a block at least 3 % shorter.
 _LIST_HANDICAP = 1.03
 
 
 class Malformed(Exception):
-    """The bytes are not what an encoder makes."""
+    """The bytes are not what an encoder produces."""
 
 
 class NotFinite(Exception):
-    """A value is NaN or infinite; who knows the name of the layer says so."""
+    """A value is NaN or infinite; the caller knows the name of the layer and adds it."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A type of values: its number in a message, and how its bits lie there.
+    """A type of values: its number in a message, and how its bits are stored there.
 
     Args:
-        number: stands for the type in a message.
+        number: represents the type in a message.
         dtype: the tensor's type.
         stored: integers of the same width, little-endian.
-        exponent: for floating-point numbers the exponent's bits, which are all set in NaN and infinity; else 0.
+        exponent: mask of the exponent bits, which are all set in NaN and infinity; 0 for types other than floats.
 
     Example:
         >>> Kind.of(torch.float16).stored
@@ -61,12 +61,12 @@ class Kind:
 
     @staticmethod
     def of(dtype: torch.dtype) -> "Kind | None":
-        """The kind of a tensor's type, if messages can hold it."""
+        """The kind for a tensor's type; None if messages cannot hold it."""
         return next((kind for kind in KINDS if kind.dtype == dtype), None)
 
     @property
     def width(self) -> int:
-        """Bytes of a value; a truth value is told by its position alone."""
+        """Bytes per value; 0 for booleans, which are stored by their positions alone."""
         return 0 if self.dtype == torch.bool else self.stored.itemsize
 
     def is_finite(self, bits: Array) -> bool:
@@ -89,25 +89,25 @@ KINDS = (
 
 
 class Reader:
-    """Bytes taken one piece after the other; asking for more than there are is an error, not a short answer."""
+    """Reads bytes piece by piece; reading past the end raises `Malformed`."""
 
     def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+        self._data, self._offset = data, 0
 
     @property
     def left(self) -> int:
         """Bytes not yet taken."""
-        return len(self._data) - self._at
+        return len(self._data) - self._offset
 
     def take(self, size: int) -> memoryview:
         """The next `size` bytes."""
         if size > self.left:
-            raise Malformed(f"{size} bytes should follow where {self.left} are left")
-        self._at += size
-        return self._data[self._at - size : self._at]
+            raise Malformed(f"{size} bytes should follow, but {self.left} are left")
+        self._offset += size
+        return self._data[self._offset - size : self._offset]
 
     def array(self, dtype: np.dtype[Any] | type, count: int) -> Array:
-        """The next `count` numbers, a view of the bytes."""
+        """The next `count` numbers, as a view of the bytes."""
         return np.frombuffer(self.take(count * np.dtype(dtype).itemsize), dtype)
 
     def number(self, size: int) -> int:
@@ -119,13 +119,13 @@ class Reader:
 
 
 def encode_block(bits: Array, kind: Kind, grid: Grid | None, known: Array | None) -> list[Piece]:
-    """The shortest code of a block.
+    """Encode a block in the shortest way.
 
     Args:
-        bits: the values as integers of the same bits: -0.0 is not zero.
+        bits: the values reinterpreted as integers, so that -0.0 is not zero.
         kind: their type.
-        grid: what the values may be codes on.
-        known: truth values, True where the receiver knows that values may stand.
+        grid: the grid that the values may lie on.
+        known: booleans, True where the receiver knows that values may be.
     """
     flags = 0
     if known is not None:
@@ -136,12 +136,14 @@ def encode_block(bits: Array, kind: Kind, grid: Grid | None, known: Array | None
     n, k = len(bits), int(np.count_nonzero(present))
     if k == 0:
         return [bytes([ZEROS | flags])]
-    for positions, coded in _by_length(n, k, kind, grid):
+    for positions, coded in _encodings_by_length(n, k, kind, grid):
         where = None if positions == ALL else np.flatnonzero(present)
         values = bits if where is None else bits.take(where)
         if not kind.is_finite(values):
             raise NotFinite
-        packed = _codes(values, kind, grid) if coded and grid is not None else values.astype(kind.stored, copy=False)
+        packed = (
+            _pack_codes(values, kind, grid) if coded and grid is not None else values.astype(kind.stored, copy=False)
+        )
         if packed is None:
             continue
         pieces: list[Piece] = [bytes([positions | flags | (_CODED if coded else 0)])]
@@ -152,13 +154,13 @@ def encode_block(bits: Array, kind: Kind, grid: Grid | None, known: Array | None
         elif positions == HOLES:
             pieces += _elias_fano(np.flatnonzero(~present), n)
         return [*pieces, packed.data] if kind.width else pieces
-    raise AssertionError("values that are not on the grid can always be stored as they are")
+    raise AssertionError("values that are not on the grid can always be stored unchanged")
 
 
 def decode_block(reader: Reader, out: Array, kind: Kind, grid: Grid | None, known: Array | None) -> None:
     """Write the next block's values into `out`.
 
-    Allocates a small multiple of the block whatever the bytes say.
+    Allocates at most a small multiple of the block, whatever the bytes contain.
     """
     first = reader.number(1)
     if first & _KNOWN:
@@ -181,7 +183,7 @@ def _fill(reader: Reader, out: Array, first: int, kind: Kind, grid: Grid | None)
         return
     where: Array | None = None
     if positions == BITMAP:
-        where = np.flatnonzero(_truth_values(reader.take((n + 7) // 8), n))
+        where = np.flatnonzero(_unpack_bits(reader.take((n + 7) // 8), n))
     elif positions == ELIAS_FANO:
         where = _read_elias_fano(reader, n)
     elif positions == HOLES:
@@ -195,7 +197,7 @@ def _fill(reader: Reader, out: Array, first: int, kind: Kind, grid: Grid | None)
         codes = unpack(reader.take(packed_size(count, grid.bits)), count, grid.bits)
         values = grid.values(torch.from_numpy(codes), kind.dtype).view(torch.from_numpy(out).dtype).numpy()
     else:
-        values = reader.array(kind.stored, count).astype(out.dtype)  # aligned and in this machine's order
+        values = reader.array(kind.stored, count).astype(out.dtype)  # aligned, in native byte order
     if not kind.is_finite(values):
         raise NotFinite
     if where is None:
@@ -205,29 +207,29 @@ def _fill(reader: Reader, out: Array, first: int, kind: Kind, grid: Grid | None)
 
 
 def _put(values: Array, out: Array, where: Array) -> None:
-    """Values at some places of `out` and zeros at all others."""
+    """Write values to the places `where` of `out`, and zeros to all others."""
     out.fill(0)
     # A third faster than numpy's out[where] = values.
     torch.from_numpy(out).scatter_(0, torch.from_numpy(where), torch.from_numpy(values))
 
 
-def _by_length(n: int, k: int, kind: Kind, grid: Grid | None) -> list[tuple[int, bool]]:
-    """The ways to code k > 0 values among n places, as (positions, coded), the shortest first."""
+def _encodings_by_length(n: int, k: int, kind: Kind, grid: Grid | None) -> list[tuple[int, bool]]:
+    """The ways to encode k > 0 values among n places, as (positions, coded), shortest first."""
     positions = [(ALL, 0, n)] if kind.width or k == n else []
     if k < n:
         positions.append((BITMAP, (n + 7) // 8, k))
         positions.append((ELIAS_FANO if k <= n - k else HOLES, _elias_fano_size(n, min(k, n - k)), k))
-    ways = []
+    encodings = []
     for code, size, count in positions:
         handicap = 1.0 if code in (ALL, BITMAP) else _LIST_HANDICAP
-        ways.append((handicap * (size + count * kind.width), code, False))
+        encodings.append((handicap * (size + count * kind.width), code, False))
         if grid is not None:
-            ways.append((handicap * (size + packed_size(count, grid.bits)), code, True))
-    return [(code, coded) for _, code, coded in sorted(ways)]
+            encodings.append((handicap * (size + packed_size(count, grid.bits)), code, True))
+    return [(code, coded) for _, code, coded in sorted(encodings)]
 
 
-def _codes(bits: Array, kind: Kind, grid: Grid) -> Array | None:
-    """The values as packed codes on the grid, or None if one of them is not on it to the bit."""
+def _pack_codes(bits: Array, kind: Kind, grid: Grid) -> Array | None:
+    """The values as packed codes on the grid, or None if one of them is not exactly on it."""
     values = torch.from_numpy(bits).view(kind.dtype)
     codes = grid.codes(values)
     if not np.array_equal(grid.values(codes, kind.dtype).view(torch.from_numpy(bits).dtype).numpy(), bits):
@@ -262,7 +264,7 @@ def _read_elias_fano(reader: Reader, n: int) -> Array:
     low = _low_width(n, k)
     lows = unpack(reader.take(packed_size(k, low)), k, low)
     length = k + (n - 1 >> low)
-    where = np.flatnonzero(_truth_values(reader.take((length + 7) // 8), length))
+    where = np.flatnonzero(_unpack_bits(reader.take((length + 7) // 8), length))
     if len(where) != k:
         raise Malformed(f"a list of {k} positions holds {len(where)}")
     where -= np.arange(k)
@@ -273,7 +275,7 @@ def _read_elias_fano(reader: Reader, n: int) -> Array:
     return where
 
 
-def _truth_values(packed: memoryview, count: int) -> Array:
+def _unpack_bits(packed: memoryview, count: int) -> Array:
     return np.unpackbits(np.frombuffer(packed, np.uint8), count=count).view(bool)
 
 
@@ -281,7 +283,7 @@ def _truth_values(packed: memoryview, count: int) -> Array:
 
 
 def _planes(width: int) -> Iterator[tuple[int, int]]:
-    """A code's bits as planes of 8, 4, 2 and 1 bits from the lowest on: (first bit, bits)."""
+    """Split a code of `width` bits into planes of 8, 4, 2 and 1 bits, lowest first, as (first bit, bits)."""
     first = 0
     for bits in [8] * (width // 8) + [bits for bits in (4, 2, 1) if width & bits]:
         yield first, bits
@@ -289,7 +291,7 @@ def _planes(width: int) -> Iterator[tuple[int, int]]:
 
 
 def packed_size(count: int, width: int) -> int:
-    """Bytes of `count` codes of `width` bits.
+    """How many bytes `count` codes of `width` bits take.
 
     >>> packed_size(3, 13)  # a plane of 3 bytes, one of 3 half bytes, one of 3 bits
     6
@@ -298,10 +300,10 @@ def packed_size(count: int, width: int) -> int:
 
 
 def pack(codes: Array, width: int) -> Array:
-    """Non-negative integers below 2^width as bytes, plane after plane.
+    """Pack non-negative integers below 2^width into bytes, plane by plane.
 
     In a plane of b < 8 bits, byte i holds the bits of codes i, i + m, i + 2m, ... from its lowest bit on, where m is
-    the plane's length in bytes: all that is worked on is contiguous.
+    the plane's length in bytes; this keeps all array operations contiguous.
 
     >>> pack(np.array([1, 2, 3]), 4).tolist()  # two bytes: the first holds codes 0 and 2
     [49, 2]
@@ -320,7 +322,7 @@ def pack(codes: Array, width: int) -> Array:
 
 
 def unpack(packed: memoryview, count: int, width: int) -> Array:
-    """The codes that `pack` packed.
+    """Unpack the codes that `pack` packed.
 
     >>> unpack(memoryview(pack(np.array([1, 2, 3]), 4)), 3, 4).tolist()
     [1, 2, 3]

@@ -1,4 +1,4 @@
-"""The frame around encoded tensors: what a message says about itself before its values come."""
+"""The frame around encoded tensors: the header, in which a message describes itself."""
 
 import math
 import struct
@@ -12,20 +12,20 @@ from gradveil.update.wire._blocks import KINDS, Kind, Malformed, Piece, Reader
 
 MAGIC = b"gradveil"
 VERSION = 1
-UPDATE, LOCATIONS = 0, 1  # contents
+UPDATE, LOCATIONS = 0, 1  # the contents of a message
 
 MAX_TENSORS = 1 << 14
 MAX_NAME = 1 << 10
 MAX_DIMENSIONS = 32
-MAX_SIZE = 2**63 - 1  # of a tensor, zero dimensions left out: beyond it, torch cannot count
+MAX_SIZE = 2**63 - 1  # of a tensor, leaving out dimensions of size 0: torch cannot count further
 
 _FRAME = struct.Struct("<8sHI")  # magic, version, checksum of the rest
-_LENGTHS = struct.Struct("<QI")  # the message, the header
-_ABOUT = struct.Struct("<BBqQQQd16sHH")  # see `Header`
+_LENGTHS = struct.Struct("<QI")  # of the message and of the header
+_FIELDS = struct.Struct("<BBqQQQd16sHH")  # see `Header`
 _GRID = struct.Struct("<ddB")
 _MOMENTUM = struct.Struct("<d")
 _HAS_ROUND, _HAS_LOCAL, _HAS_BATCH_SIZE, _HAS_LOCATIONS, _HAS_MOMENTUM = 1, 2, 4, 8, 16
-_SHORTEST_ENTRY = 13
+_SHORTEST_ENTRY = 13  # bytes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Entry:
         kind: the type of its values.
         shape: its shape.
         grid: the values it takes, if it is quantised.
-        length: how many bytes it takes.
+        length: how many bytes its encoded values take.
 
     Example:
         >>> Entry("weight", KINDS[3], (3, 2), None, 25).size
@@ -58,14 +58,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """What a message says before its values come.
+    """The part of a message before its values.
 
     Args:
         contents: `UPDATE` or `LOCATIONS`.
         layers: its layers in order.
         buffers: its buffers in order.
         round, samples, local: as in `gradveil.update.Meta`.
-        digest: of the known locations that its positions are counted in; None: it needs none.
+        digest: digest of the known locations within which positions are counted; None if the message needs none.
 
     Example:
         >>> Header(UPDATE, [], []).samples
@@ -82,22 +82,22 @@ class Header:
 
 
 def write(header: Header, body: Sequence[Piece]) -> bytes:
-    """The message: frame, header, body."""
+    """Write a message: frame, header and body."""
     tensors = (*header.layers, *header.buffers)
     if len(tensors) > MAX_TENSORS:
         raise InputError(f"wire: a message holds at most {MAX_TENSORS} tensors, got {len(tensors)}")
     for entry in tensors:
         if len(entry.name.encode()) > MAX_NAME:
-            raise InputError(f"wire: names have at most {MAX_NAME} bytes, got {entry.name!r}")
+            raise InputError(f"wire: names must have at most {MAX_NAME} bytes, got {entry.name!r}")
     try:
-        about = _write_header(header)
+        header_bytes = _write_header(header)
     except struct.error as error:
         raise InputError(
             f"wire: round, samples and local steps must fit 64 bits, got {header.round}, "
             f"{header.samples} and {header.local}"
         ) from error
-    length = _FRAME.size + _LENGTHS.size + len(about) + sum(memoryview(piece).nbytes for piece in body)
-    rest = [_LENGTHS.pack(length, len(about)), about, *body]
+    length = _FRAME.size + _LENGTHS.size + len(header_bytes) + sum(memoryview(piece).nbytes for piece in body)
+    rest = [_LENGTHS.pack(length, len(header_bytes)), header_bytes, *body]
     checksum = 0
     for piece in rest:
         checksum = zlib.crc32(piece, checksum)
@@ -105,23 +105,23 @@ def write(header: Header, body: Sequence[Piece]) -> bytes:
 
 
 def read(message: memoryview) -> tuple[Header, Reader]:
-    """The header of a message, checked as far as it goes by itself, and what follows it."""
+    """Read the header of a message and check its consistency; return it with a reader of what follows."""
     frame = Reader(message)
     magic, version, checksum = _FRAME.unpack(frame.take(_FRAME.size))
     if magic != MAGIC:
-        raise Malformed(f"it begins with {magic!r} and not with {MAGIC!r}")
+        raise Malformed(f"it begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise Malformed(f"it has version {version}, this is version {VERSION}; use the same gradveil on both sides")
+        raise Malformed(f"it has version {version}, but version {VERSION} is read here; use one gradveil on both sides")
     rest = frame.take(frame.left)
     if len(rest) < _LENGTHS.size or _LENGTHS.unpack_from(rest)[0] != len(message):
-        raise Malformed(f"its {len(message)} bytes are not as many as it says")
+        raise Malformed(f"its length of {len(message)} bytes is not the one it declares")
     if zlib.crc32(rest) != checksum:
-        raise Malformed("its checksum does not fit: bytes were changed on the way")
+        raise Malformed("its checksum does not match: bytes were changed in transit")
     reader = Reader(rest)
     _, header_length = _LENGTHS.unpack(reader.take(_LENGTHS.size))
     header = _read_header(Reader(reader.take(header_length)))
     if sum(entry.length for entry in (*header.layers, *header.buffers)) != reader.left:
-        raise Malformed(f"its tensors do not take the {reader.left} bytes behind the header")
+        raise Malformed(f"its tensors do not take exactly the {reader.left} bytes after the header")
     return header, reader
 
 
@@ -136,7 +136,7 @@ def _write_header(header: Header) -> bytes:
         + _HAS_LOCATIONS * (header.digest is not None)
         + _HAS_MOMENTUM * (momentum != 0)
     )
-    about = _ABOUT.pack(
+    fields = _FIELDS.pack(
         header.contents,
         flags,
         header.round or 0,
@@ -149,8 +149,8 @@ def _write_header(header: Header) -> bytes:
         len(header.buffers),
     )
     if momentum:
-        about += _MOMENTUM.pack(momentum)
-    return about + b"".join(map(_write_entry, (*header.layers, *header.buffers)))
+        fields += _MOMENTUM.pack(momentum)
+    return fields + b"".join(map(_write_entry, (*header.layers, *header.buffers)))
 
 
 def _write_entry(entry: Entry) -> bytes:
@@ -164,11 +164,11 @@ def _write_entry(entry: Entry) -> bytes:
 
 
 def _read_header(reader: Reader) -> Header:
-    contents, flags, number, samples, epochs, batch_size, lr, digest, layers, buffers = _ABOUT.unpack(
-        reader.take(_ABOUT.size)
+    contents, flags, number, samples, epochs, batch_size, lr, digest, layers, buffers = _FIELDS.unpack(
+        reader.take(_FIELDS.size)
     )
-    lonely_momentum = flags & _HAS_MOMENTUM and not flags & _HAS_LOCAL
-    if contents not in (UPDATE, LOCATIONS) or flags >= 2 * _HAS_MOMENTUM or lonely_momentum:
+    momentum_without_steps = flags & _HAS_MOMENTUM and not flags & _HAS_LOCAL
+    if contents not in (UPDATE, LOCATIONS) or flags >= 2 * _HAS_MOMENTUM or momentum_without_steps:
         raise Malformed(f"no message has contents {contents} and flags {flags}")
     if layers + buffers > min(MAX_TENSORS, reader.left // _SHORTEST_ENTRY):
         raise Malformed(f"{layers + buffers} tensors are more than its header can hold, or more than {MAX_TENSORS}")
@@ -190,10 +190,10 @@ def _read_header(reader: Reader) -> Header:
     if reader.left:
         raise Malformed(f"its header has {reader.left} bytes too many")
     if contents == LOCATIONS and (flags or buffers or any(entry.grid for entry in header.layers)):
-        raise Malformed("it has locations and parts of an update")
+        raise Malformed("it mixes locations with parts of an update")
     for entries in (header.layers, header.buffers):
         if len({entry.name for entry in entries}) != len(entries):
-            raise Malformed("a name stands there twice")
+            raise Malformed("a name occurs twice")
     return header
 
 
