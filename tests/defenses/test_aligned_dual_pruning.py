@@ -63,7 +63,7 @@ def test_the_server_returns_only_the_set():
 @pytest.mark.parametrize(
     ("public", "message"),
     [
-        ({}, r"a location set for each layer of the model, differs in \['w'\]"),
+        ({}, r"a location set for each layer of the model, but it differs in \['w'\]"),
         (
             {"w": torch.zeros(3, dtype=torch.bool)},
             r"a mask \(torch.bool\) of shape \[40\], got torch.bool of shape \[3\]",

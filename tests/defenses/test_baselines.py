@@ -464,7 +464,7 @@ def test_ats_searches_as_it_says_and_what_it_found_can_be_used_again(relu_task, 
     assert gradveil.defense(str(again)) == again
     first, second = (d.share(relu_task, *tiny_batch, generator=seeded()) for d in (defense, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(InputError, match=r"ats: the search needs public=\(images, labels\), or give policy="):
+    with pytest.raises(InputError, match=r"ats: the search needs public=\(images, labels\); pass it, or give policy="):
         gradveil.defense("ats").prepare(relu_task)
 
 

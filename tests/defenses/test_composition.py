@@ -253,7 +253,7 @@ def test_a_defense_that_says_nothing_is_taken_to_add_noise():
 
 
 def test_a_defense_that_does_what_it_does_not_declare_is_refused():
-    with pytest.raises(TypeError, match="Forgetful has a method combine of its own: declare aggregates = True"):
+    with pytest.raises(TypeError, match="Forgetful overrides combine: declare aggregates = True"):
 
         class Forgetful(gradveil.Perturbation):
             def combine(self, received):
@@ -261,7 +261,7 @@ def test_a_defense_that_does_what_it_does_not_declare_is_refused():
 
 
 def test_a_defense_writes_what_is_behind_the_public_calls():
-    with pytest.raises(TypeError, match="Old has a method aggregate of its own: write combine, which is behind it"):
+    with pytest.raises(TypeError, match="Old overrides aggregate: override combine instead, which aggregate calls"):
 
         class Old(gradveil.Perturbation):
             def aggregate(self, updates, *, weights=None, memory=None, announced=None):

@@ -225,7 +225,7 @@ def test_the_sensitivity_is_measured_every_r_rounds(name, tiny_task, tiny_batch,
 @pytest.mark.parametrize("name", ["optimal-noise", "optimal-dp-sgd", "optimal-pruning"])
 def test_the_global_form_must_be_prepared(name, tiny_task, tiny_batch):
     defense = gradveil.defense(name, form="global")
-    with pytest.raises(InputError, match=f"{name}: the global form is not measured yet; call prepare"):
+    with pytest.raises(InputError, match=f"{name}: the global form is not prepared yet; call prepare"):
         defense.share(tiny_task, *tiny_batch)
     with pytest.raises(InputError, match="needs prepare.*public="):
         defense, _ = defense.prepare(tiny_task)

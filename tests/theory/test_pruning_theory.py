@@ -76,7 +76,7 @@ def test_senseless_questions_are_refused():
         theory.pruning_cosine(1.5)
     with pytest.raises(InputError, match="a gradient that is not zero everywhere"):
         theory.pruned_share({"w": torch.zeros(2)}, {"w": torch.zeros(2)})
-    with pytest.raises(InputError, match=r"the same layers, differs in \['v', 'w'\]"):
+    with pytest.raises(InputError, match=r"the same layers in both, but they differ in \['v', 'w'\]"):
         theory.pruned_share({"w": torch.zeros(2)}, {"v": torch.zeros(2)})
     assert theory.residual_bound(0, 1.0) == 0
     assert math.isfinite(theory.residual_bound(0.999, 1.0))

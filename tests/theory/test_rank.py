@@ -99,7 +99,7 @@ def test_what_stops_the_recursion_is_named():
     few = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
     reason = recursion_ranks(gradveil.Task(few, input_shape=(1, 8, 8), classes=3))[0].reason
     assert "of 64 input values stay undetermined" in reason
-    assert "the weight gradient tells 1 x 18 of 1 x 64" in reason
+    assert "the weight gradient determines 1 x 18 of 1 x 64" in reason
 
 
 def test_trace_follows_views_but_not_functions(generator):

@@ -132,10 +132,10 @@ def test_the_estimate_agrees_with_the_exact_bound(tiny_task, tiny_batch, generat
 
 
 def test_misfitting_data_is_refused(tiny_task, tiny_batch):
-    with pytest.raises(InputError, match="expected batches of one size, at least one"):
+    with pytest.raises(InputError, match="expected at least one batch, all of the same size"):
         theory.reconstruction_bound(tiny_task, [], 1.0)
     other = tiny_batch[0][:1], tiny_batch[1][:1]
-    with pytest.raises(InputError, match="expected batches of one size"):
+    with pytest.raises(InputError, match="at least one batch, all of the same size"):
         theory.reconstruction_bound(tiny_task, [tiny_batch, other], 1.0)
     with pytest.raises(InputError, match="a variance must not be negative"):
         theory.reconstruction_bound(tiny_task, tiny_batch, -1.0)
