@@ -199,7 +199,7 @@ class Defense(Method, ABC):
         """Refuse (`InputError`) an announcement that does not fit the model; the server then elects another client."""
 
     def locations(self, announced: Announced | None) -> Announced | None:
-        """The positions outside which every update of the round is zero, as both sides know; this shortens encodings."""
+        """The positions outside which all updates of the round are zero; both sides know them, which saves bytes."""
         return None
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:

@@ -41,8 +41,8 @@ def compensate(gradients: Mapping[str, Tensor], variance: float, *, aspect: floa
 
     Example:
         >>> noise = torch.randn(20_000, generator=torch.manual_seed(0))
-        >>> left = compensate({"w": noise}, variance=1.0)["w"]
-        >>> bool(left.square().sum() < 0.05 * noise.square().sum())
+        >>> remaining = compensate({"w": noise}, variance=1.0)["w"]
+        >>> bool(remaining.square().sum() < 0.05 * noise.square().sum())
         True
     """
     checks.number("compensate", "variance", variance, low=0)

@@ -182,8 +182,9 @@ class Chain(Composition, composed=True):
             return {}
         *earlier, last = (part.adapt(task, batch_size=batch_size, local=local) for part in self.parts)
         forms = dict(last)
-        for known in reversed(earlier):
-            forms = {name: _then(first, form) for first in list(known.values())[:1] for name, form in forms.items()}
+        for part_forms in reversed(earlier):
+            strongest = next(iter(part_forms.values()), None)
+            forms = {name: _chained(strongest, form) for name, form in forms.items()} if strongest else {}
         return forms
 
     def noise_variance(self) -> float | Mapping[str, Tensor] | None:
@@ -368,18 +369,18 @@ def _has_server_side(defense: Defense) -> bool:
     return defense.announces or defense.hides_updates or defense.aggregates
 
 
-def _then(first: Knowledge, then: Knowledge) -> Knowledge:
-    """Knowledge of a defense described by `then` that acts on the updates of one described by `first` and its noise."""
+def _chained(first: Knowledge, second: Knowledge) -> Knowledge:
+    """Knowledge of two defenses of which the second acts on what the first sends."""
 
     def expect(gradients: Sequence[Gradients], updates: Sequence[Gradients]) -> list[Gradients]:
         values = first.expect(gradients, updates) if first.expect else list(gradients)
-        return then.expect(values, updates) if then.expect else values
+        return second.expect(values, updates) if second.expect else values
 
     return dataclasses.replace(
-        then,
-        summary=f"{first.summary}; {then.summary}",
-        expect=expect if first.expect or then.expect else None,
-        variance=_sum_of_variances(first.variance, then.variance),
+        second,
+        summary=f"{first.summary}; {second.summary}",
+        expect=expect if first.expect or second.expect else None,
+        variance=_sum_of_variances(first.variance, second.variance),
     )
 
 

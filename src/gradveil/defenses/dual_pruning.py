@@ -22,8 +22,8 @@ class DualPruning(Perturbation):
     r"""Dual Gradient Pruning (DGP): zero the largest *and* the smallest values of each layer.
 
     Of a layer's n values, ordered by magnitude, the top ``ceil(k1 n)`` and the bottom ``floor(k2 n)`` are zeroed and
-    the band between them is shared. Removing the large values hides the label and moves the attacker's target most;
-    removing the small ones saves bytes and weakens active attacks. The paper combines it with error feedback:
+    the band between them is shared. The large values reveal the label, and removing them moves the attacker's target
+    most; removing the small ones saves bytes and weakens active attacks. The paper combines it with error feedback:
     ``ErrorFeedback(DualPruning())``.
 
     Rounding up at the top is our choice (the paper does not say): even the largest of ten bias entries, which reveals

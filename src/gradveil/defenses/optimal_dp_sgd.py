@@ -87,10 +87,10 @@ class OptimalDpSgd(SensitivityNoise):
         clipped = self.clipped(gradients)
         if self.std == 0:
             return clipped
-        where = None
+        unclipped = None
         if self.form == "local":
-            where = {name: value.abs() < self.clip for name, value in gradients.items()}
-        return self.checked(add_noise(clipped, self._variance(sensitivity, weight, where), self.std, source))
+            unclipped = {name: value.abs() < self.clip for name, value in gradients.items()}
+        return self.checked(add_noise(clipped, self._variance(sensitivity, weight, unclipped), self.std, source))
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
         """The variance of the prepared global form."""

@@ -1,4 +1,4 @@
-"""Optimal gradient noise: more where a coordinate leaks much and teaches little."""
+"""Optimal gradient noise: more on coordinates that leak much and contribute little to training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

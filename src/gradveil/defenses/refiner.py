@@ -48,8 +48,8 @@ class Refiner(StepDefense):
     and x* still shows the image.
 
     `epsilon` sets the strength. It is absolute and means something only relative to |g|: on the papers' LeNet with
-    uniform weights a single image has |g| of about 30, and .1 changes next to nothing. It is only an upper
-    limit: if g* is nearer to g than `epsilon`, g* itself is shared. All samples of a batch are refined together.
+    uniform weights a single image has |g| of about 30, and .1 changes next to nothing. It is only an upper limit: if
+    g* is nearer to g than `epsilon`, g* itself is shared. All samples of a batch are refined together.
 
     With `memory`, the search for a sample starts from its previous x*, which is found by a digest of image and label;
     if every sample of the batch has one, half the iterations suffice. The robust data of the last step is kept as
@@ -211,9 +211,9 @@ class Refiner(StepDefense):
         start = torch.lerp(inputs, source.uniform(inputs), self.blend)
         if memory is None:
             return start, False
-        kept = [memory.get(key) for key in _keys(inputs, labels)]
-        rows = [row if old is None else old.to(row) for row, old in zip(start, kept, strict=True)]
-        return torch.stack(rows), all(old is not None for old in kept)
+        previous = [memory.get(key) for key in _keys(inputs, labels)]
+        starts = [cold if warm is None else warm.to(cold) for cold, warm in zip(start, previous, strict=True)]
+        return torch.stack(starts), all(warm is not None for warm in previous)
 
 
 def project(own: Gradients, robust: Gradients, epsilon: float) -> Gradients:
