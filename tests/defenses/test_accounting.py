@@ -1,4 +1,4 @@
-"""Epsilon, against another library and against closed forms."""
+"""Epsilon, compared with another library and with closed forms."""
 
 import math
 import warnings
@@ -20,7 +20,7 @@ RUNS = [
 
 
 def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
-    """Of one Gaussian mechanism, exactly (Balle and Wang, ICML 2018)."""
+    """The exact epsilon of one Gaussian mechanism (Balle and Wang, ICML 2018)."""
 
     def excess(epsilon: float) -> float:
         shift = 1 / (2 * noise_multiplier)
@@ -32,32 +32,33 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
 
 @pytest.mark.parametrize("run", RUNS, ids=lambda run: f"z={run['noise_multiplier']}")
 def test_epsilon_is_that_of_another_library(run):
-    """opacus, its own accountant by privacy random variables, at a tenth of its default error."""
+    """Compare with opacus' accountant based on privacy random variables, at a tenth of its default error."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from opacus.accountants import PRVAccountant
 
-        other = PRVAccountant()
-        other.history = [(run["noise_multiplier"], run["batch_size"] / run["examples"], run["rounds"])]
-        expected = float(other.get_epsilon(run["delta"], eps_error=1e-3))
+        accountant = PRVAccountant()
+        accountant.history = [(run["noise_multiplier"], run["batch_size"] / run["examples"], run["rounds"])]
+        expected = float(accountant.get_epsilon(run["delta"], eps_error=1e-3))
     assert privacy_spent(**run, sampling="poisson").epsilon == pytest.approx(expected, rel=0.01)
 
 
 def test_without_sampling_it_is_the_gaussian_mechanism():
-    whole = {"noise_multiplier": 2.0, "rounds": 1, "batch_size": 50, "examples": 50, "delta": 1e-5}
-    assert privacy_spent(**whole, sampling="poisson").epsilon == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=1e-3)
-    # Replacing an example moves the sum twice as far; Rényi accounting is an upper bound, not far above.
+    full_batch = {"noise_multiplier": 2.0, "rounds": 1, "batch_size": 50, "examples": 50, "delta": 1e-5}
+    poisson = privacy_spent(**full_batch, sampling="poisson")
+    assert poisson.epsilon == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=1e-3)
+    # Replacing an example moves the sum twice as far; Rényi accounting gives an upper bound that is not far above.
     exact = gaussian_epsilon(1.0, 1e-5)
-    assert exact <= privacy_spent(**whole).epsilon <= 1.15 * exact
+    assert exact <= privacy_spent(**full_batch).epsilon <= 1.15 * exact
 
 
 @pytest.mark.parametrize("sampling", ["fixed", "poisson"])
-def test_several_passes_are_composed_without_counting_on_the_drawing_of_batches(sampling):
+def test_several_passes_are_composed_without_counting_sampling_as_protection(sampling):
     run = {"rounds": 10, "batch_size": 5, "examples": 50, "delta": 1e-5, "noise_multiplier": 8.0, "sampling": sampling}
     several = privacy_spent(**run, passes=4).epsilon
-    # All examples in every batch, with half the noise: the composition of four Gaussian mechanisms.
-    whole = privacy_spent(**run | {"batch_size": 50, "noise_multiplier": 4.0}).epsilon
-    assert several == pytest.approx(whole, rel=0.02)
+    # All examples in every batch and half the noise: the same as composing four Gaussian mechanisms.
+    full_batch = privacy_spent(**run | {"batch_size": 50, "noise_multiplier": 4.0}).epsilon
+    assert several == pytest.approx(full_batch, rel=0.02)
     assert several > privacy_spent(**run | {"noise_multiplier": 4.0}).epsilon
 
 
@@ -71,7 +72,7 @@ def test_more_rounds_and_less_noise_cost_more(sampling):
     assert privacy_spent(**run | {"noise_multiplier": 0.0}).epsilon == math.inf
 
 
-def test_wrong_questions_are_refused():
+def test_invalid_arguments_are_refused():
     with pytest.raises(ParameterError, match="batch_size must be a whole number from 1 to 10, got 20"):
         privacy_spent(noise_multiplier=1.0, rounds=1, batch_size=20, examples=10, delta=1e-5)
     with pytest.raises(ParameterError, match="sampling must be one of fixed, poisson, got 'shuffled'"):

@@ -1,4 +1,4 @@
-"""The protocol of Aligned Dual Gradient Pruning, and what a lying publisher does to it."""
+"""The protocol of Aligned Dual Gradient Pruning, and the damage that a lying publisher does."""
 
 import math
 
@@ -20,11 +20,11 @@ def gradient(seed: int, size: int = 40) -> dict[str, torch.Tensor]:
 
 
 def slow_share(values: list[float], marked: list[bool], k1: float, keep: float) -> list[float]:
-    """The protocol's step 2 as one would say it."""
+    """Step 2 of the protocol, written as plainly as possible."""
     n = len(values)
     ranked = sorted(range(n), key=lambda i: (-abs(values[i]), i))
     withheld = set(ranked[: math.ceil(round(k1 * n, 9))])
-    # A withheld value counts as zero, so among equals it stands where its position puts it.
+    # A withheld value counts as zero, and equal values are ranked by position.
     candidates = [i for i in range(n) if marked[i]]
     candidates.sort(key=lambda i: (-(0 if i in withheld else abs(values[i])), i))
     sent = set(candidates[: math.ceil(round(keep * n, 9))]) - withheld
@@ -42,7 +42,7 @@ def test_clients_send_the_largest_of_what_is_left_inside_the_set(seed, size, k1,
     assert sent.tolist() == slow_share(client["w"].tolist(), public["w"].tolist(), k1, keep)
 
 
-def test_many_clients_follow_one_set_as_each_would_alone():
+def test_a_batch_of_clients_uses_the_announced_set_as_each_client_would_alone():
     defense = AlignedDualPruning()
     clients = [gradient(seed) for seed in range(5)]
     public = defense.publish(clients[0])
@@ -51,7 +51,7 @@ def test_many_clients_follow_one_set_as_each_would_alone():
         assert torch.equal(defense.perturb(client, announced=public)["w"], row)
 
 
-def test_the_server_returns_only_the_set():
+def test_the_server_returns_only_values_inside_the_set():
     defense = AlignedDualPruning(keep=0.25)
     public = {"w": torch.tensor([True, True, False, False])}
     honest = gradveil.Update({"w": torch.tensor([2.0, 0.0, 0.0, 0.0])})
@@ -63,7 +63,7 @@ def test_the_server_returns_only_the_set():
 @pytest.mark.parametrize(
     ("public", "message"),
     [
-        ({}, r"a location set for each layer of the model, differs in \['w'\]"),
+        ({}, r"a location set for each layer of the model, but it differs in \['w'\]"),
         (
             {"w": torch.zeros(3, dtype=torch.bool)},
             r"a mask \(torch.bool\) of shape \[40\], got torch.bool of shape \[3\]",
@@ -83,22 +83,22 @@ def test_an_announcement_that_does_not_fit_is_refused(public, message):
         defense.aggregate([gradveil.Update(gradient(0))], announced=public)
 
 
-def test_with_error_feedback_the_set_is_made_of_gradient_and_residual(tiny_task, tiny_batch):
+def test_with_error_feedback_the_set_is_made_from_gradient_plus_residual(tiny_task, tiny_batch):
     defense = gradveil.defense("aligned-dual-pruning+error-feedback")
     gradients = tiny_task.gradients(*tiny_batch)
     memory = {f"residual/{name}": torch.randn_like(value) for name, value in gradients.items()}
     public = defense.announce(tiny_task, *tiny_batch, memory=memory)
-    wanted = {name: value + memory[f"residual/{name}"] for name, value in gradients.items()}
-    expected = defense.inner.publish(wanted)
-    assert all(torch.equal(public[name], expected[name]) for name in wanted)
+    corrected = {name: value + memory[f"residual/{name}"] for name, value in gradients.items()}
+    expected = defense.inner.publish(corrected)
+    assert all(torch.equal(public[name], expected[name]) for name in corrected)
     sent = defense.share(tiny_task, *tiny_batch, memory=memory, announced=public)
-    for name in wanted:
+    for name in corrected:
         assert not sent[name][~public[name]].any()
-        torch.testing.assert_close(sent[name] + memory[f"residual/{name}"], wanted[name])
+        torch.testing.assert_close(sent[name] + memory[f"residual/{name}"], corrected[name])
 
 
 class Liar(AlignedDualPruning):
-    """Its publisher names the locations of its smallest values."""
+    """A defense whose publisher announces the locations of its smallest values."""
 
     name = "liar"
 
@@ -107,7 +107,7 @@ class Liar(AlignedDualPruning):
 
 
 class Garbler(AlignedDualPruning):
-    """Its publisher sends something that is no location set at all."""
+    """A defense whose publisher announces something that is not a location set."""
 
     name = "garbler"
 
@@ -115,8 +115,8 @@ class Garbler(AlignedDualPruning):
         return {"nonsense": torch.ones(3)}
 
 
-def test_a_round_survives_a_lying_publisher_and_the_damage_shows(two_blobs):
-    """A well-formed lie costs that round's progress and breaks nothing; a malformed one only costs an election."""
+def test_training_survives_a_lying_publisher_and_the_damage_shows(two_blobs):
+    """A well-formed lie costs the round's progress but breaks nothing; a malformed one only costs another election."""
     shape = two_blobs.train.input_shape
     task = gradveil.Task(models.create("mlp", input_shape=shape, classes=2), input_shape=shape, classes=2)
     training = Training(rounds=15, clients=4, batch_size=16, lr=0.05)
@@ -124,5 +124,5 @@ def test_a_round_survives_a_lying_publisher_and_the_damage_shows(two_blobs):
     assert all(result.diverged is None for result in results.values())
     honest = results["aligned-dual-pruning"].loss
     assert results["liar"].loss > honest + 0.3
-    # No announcement is acceptable, so every client follows its own set.
+    # No announcement is acceptable, so every client uses its own set.
     assert results["garbler"].loss < honest + 0.3

@@ -1,4 +1,4 @@
-"""The baselines, against slow references that are obvious, and against other libraries."""
+"""The baselines, compared with slow but obvious references and with other libraries."""
 
 import math
 import warnings
@@ -53,7 +53,7 @@ def batch_norm_task() -> gradveil.Task:
 
 
 def slopes_by_a_loop(task, inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """One backward pass a unit."""
+    """Slopes and values by one backward pass per unit."""
     inputs = inputs.clone().requires_grad_()
     values = task.representation(task.parameters, inputs)
     slopes = []
@@ -87,9 +87,9 @@ def test_soteria_zeroes_the_columns_with_the_smallest_scores(name, rate, request
     slopes, values = (part.tolist() for part in slopes_by_a_loop(task, tiny_batch[0]))
     scores = {}
     for unit in range(len(values[0])):
-        heard = [image for image in range(3) if values[image][unit] != 0]
-        if heard:
-            scores[unit] = sum(slopes[image][unit] / abs(values[image][unit]) for image in heard)
+        active = [image for image in range(3) if values[image][unit] != 0]
+        if active:
+            scores[unit] = sum(slopes[image][unit] / abs(values[image][unit]) for image in active)
     assert name == "tiny_task" or len(scores) < len(values[0])  # some ReLU is silent on all three images
     for unit in sorted(scores, key=scores.__getitem__)[: math.floor(rate * len(scores))]:
         expected[task.classifier.weight][:, unit] = 0
@@ -101,12 +101,12 @@ def test_soteria_estimates_the_slopes_without_bias(relu_task, tiny_batch):
     exact, _ = exact_slopes(relu_task, tiny_batch[0])
     directions = 20_000
     estimate, _ = estimated_slopes(relu_task, tiny_batch[0], directions, source_of(seeded()))
-    # A squared estimate has relative standard error sqrt(2 / directions); five of them.
+    # A squared estimate has a relative standard error of sqrt(2 / directions); the tolerance is five times that.
     torch.testing.assert_close(estimate.square(), exact.square(), rtol=5 * (2 / directions) ** 0.5, atol=1e-12)
 
 
 def test_soteria_acts_in_every_local_step(tiny_task, tiny_batch):
-    """Two steps by hand: at the second, the columns are chosen at the weights that the first one left."""
+    """Two steps by hand: in the second, the columns are chosen at the weights after the first."""
     defense, lr = gradveil.defense("soteria", rate=0.5), 0.5
     sent = defense.share(tiny_task, *tiny_batch, local=gradveil.LocalSteps(epochs=2, lr=lr), generator=seeded())
     first = defense.share(tiny_task, *tiny_batch)
@@ -129,7 +129,7 @@ def test_soteria_finds_the_representation_of_every_model(name):
 
 def test_soteria_finds_the_classifier_by_structure():
     class Odd(nn.Module):
-        """The classifier is made first and called last, and its weight is not called so."""
+        """A model whose classifier is created first but called last, under a name that does not say so."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -157,7 +157,7 @@ def test_soteria_finds_the_classifier_by_structure():
 
 
 @pytest.mark.parametrize("clip", [0.1, 1.0, 1.7, 1e6])
-def test_dp_sgd_clips_every_example_by_itself(clip, relu_task, tiny_batch):
+def test_dp_sgd_clips_every_example_separately(clip, relu_task, tiny_batch):
     images, labels = tiny_batch
     images = images * torch.tensor([1.0, 20.0, 0.1]).view(3, 1, 1, 1).double()
     single = [relu_task.gradients(images[i : i + 1], labels[i : i + 1]) for i in range(3)]
@@ -191,8 +191,8 @@ def test_dp_sgd_adds_normal_noise_of_the_right_scale(two_blobs):
     assert float(noise.pow(4).mean()) == pytest.approx(3, rel=0.1)
 
 
-def test_dp_sgd_is_what_the_engine_of_opacus_computes(relu_task, tiny_batch):
-    """The same gradients without noise, and the same epsilon for the same run."""
+def test_dp_sgd_agrees_with_the_engine_of_opacus(relu_task, tiny_batch):
+    """It computes the same gradients without noise, and the same epsilon for the same run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from opacus import PrivacyEngine
@@ -201,8 +201,8 @@ def test_dp_sgd_is_what_the_engine_of_opacus_computes(relu_task, tiny_batch):
         model = nn.Sequential(
             nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 20), nn.ReLU(), nn.Linear(20, 4)
         ).double()
-        sets = torch.utils.data.TensorDataset(tiny_batch[0].repeat(40, 1, 1, 1), tiny_batch[1].repeat(40))
-        loader = torch.utils.data.DataLoader(sets, batch_size=3)
+        dataset = torch.utils.data.TensorDataset(tiny_batch[0].repeat(40, 1, 1, 1), tiny_batch[1].repeat(40))
+        loader = torch.utils.data.DataLoader(dataset, batch_size=3)
         engine = PrivacyEngine(accountant="prv")
         wrapped, optimiser, _ = engine.make_private(
             module=model,
@@ -211,7 +211,7 @@ def test_dp_sgd_is_what_the_engine_of_opacus_computes(relu_task, tiny_batch):
             noise_multiplier=1.5,
             max_grad_norm=0.7,
         )
-        optimiser.noise_multiplier = 0.0  # compare what is deterministic
+        optimiser.noise_multiplier = 0.0  # compare the deterministic part
         optimiser.expected_batch_size = 3
         nn.functional.cross_entropy(wrapped(tiny_batch[0]), tiny_batch[1]).backward()
         optimiser.step()
@@ -223,10 +223,10 @@ def test_dp_sgd_is_what_the_engine_of_opacus_computes(relu_task, tiny_batch):
     sent = gradveil.defense("dp-sgd", clip=0.7, noise_multiplier=0.0).share(relu_task, *tiny_batch)
     for name, value in sent.items():
         torch.testing.assert_close(value, found[name], rtol=1e-5, atol=1e-8)  # opacus adds 1e-6 to norms
-    ours = gradveil.defenses.accounting.privacy_spent(
+    spent = gradveil.defenses.accounting.privacy_spent(
         noise_multiplier=1.5, rounds=60, batch_size=3, examples=120, delta=1e-4, sampling="poisson"
     )
-    assert ours.epsilon == pytest.approx(epsilon, rel=0.01)
+    assert spent.epsilon == pytest.approx(epsilon, rel=0.01)
 
 
 def test_dp_sgd_accounts_for_its_own_run():
@@ -248,14 +248,14 @@ def test_dp_sgd_refuses_batch_statistics(batch_norm_task, tiny_batch):
 # -- outpost ---------------------------------------------------------------------------------------------------------
 
 
-def test_outpost_noise_and_pruning_hit_what_they_should(relu_task, tiny_batch):
+def test_outpost_noise_and_pruning_affect_the_right_values(relu_task, tiny_batch):
     clean = relu_task.gradients(*tiny_batch)
     noisy = gradveil.defense("outpost", scale=0.8, noised=0.4, pruned=0.0).share(relu_task, *tiny_batch, memory={})
     pruned = gradveil.defense("outpost", scale=0.0, pruned=0.7).share(relu_task, *tiny_batch, memory={})
     for name, value in clean.items():
         order = sorted(range(value.numel()), key=lambda i: (-value.flatten()[i].square().item(), i))
         count = math.ceil(round(0.4 * value.numel(), 9))
-        # Values without noise are only put on the grid of the noise, 2^-24 of its deviation.
+        # Values without noise are only rounded to the grid of the noise, 2^-24 of its deviation.
         changed = ((noisy[name] - value).abs() > 2**-20 * 0.8 * layer_risk(relu_task.parameters[name])).flatten()
         assert set(changed.nonzero().flatten().tolist()) == set(order[:count])
         kept = math.ceil(round(0.3 * value.numel(), 9))
@@ -281,7 +281,7 @@ def test_outpost_noise_has_the_scale_of_the_risk(two_blobs):
     assert layer_risk(torch.ones(1)) == 0
 
 
-def test_outpost_becomes_rare(tiny_task, tiny_batch):
+def test_outpost_acts_less_and_less_often(tiny_task, tiny_batch):
     defense, generator = gradveil.defense("outpost", decay=0.25), seeded()
     clean = tiny_task.gradients(*tiny_batch)
     for rounds in (0, 4, 12):
@@ -306,7 +306,7 @@ arrays = hnp.arrays("float64", st.integers(1, 40), elements=st.floats(-9, 9, all
 
 
 @given(arrays, st.integers(1, 5))
-def test_quantization_takes_the_nearest_of_all_values(array, bits):
+def test_quantization_rounds_to_the_nearest_level(array, bits):
     levels = np.linspace(array.min(), array.max(), 2**bits)
     sent = gradveil.defense("quantization", bits=bits).perturb({"w": torch.from_numpy(array)})["w"].numpy()
     assert len(np.unique(sent)) <= 2**bits
@@ -317,13 +317,13 @@ def test_quantization_takes_the_nearest_of_all_values(array, bits):
 @pytest.mark.parametrize("bits", [1, 7, 16, 28])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_quantized_values_are_those_of_the_noted_grid(bits, rounding, dtype):
+def test_quantized_values_lie_on_the_grid_in_meta(bits, rounding, dtype):
     value = torch.randn(50, 20, generator=seeded()).to(dtype)
     update = gradveil.defense("quantization", bits=bits, rounding=rounding).perturb({"w": value}, generator=seeded())
     grid = update.meta.grids["w"]
     codes = ((update["w"].double() - grid.low) / grid.step).round().long()
     assert 0 <= codes.min() <= codes.max() <= 2**bits - 1
-    if bits < 24 or dtype == torch.float64:  # beyond, neighbouring codes share a float32
+    if bits < 24 or dtype == torch.float64:  # beyond that, neighbouring codes share a float32
         assert torch.equal(grid.values(codes, dtype), update["w"])
     width = grid.step * (0.5 if rounding == "nearest" else 1) + (1e-6 if dtype == torch.float32 else 1e-12)
     assert float((update["w"] - value).abs().max()) <= width
@@ -336,7 +336,7 @@ def test_stochastic_rounding_is_unbiased():
     assert float(sent["w"][2:].mean()) == pytest.approx(0.3, abs=4 * (0.21 / 100_000) ** 0.5)
 
 
-def test_a_grid_is_forgotten_when_values_leave_it():
+def test_the_grid_is_dropped_when_noise_moves_values_off_it():
     update = gradveil.defense("quantization").perturb(gradveil.Update({"w": torch.randn(9)}))
     assert update.meta.grids
     noisy = gradveil.defense("gaussian-noise").perturb(update)
@@ -347,18 +347,18 @@ def test_a_grid_is_forgotten_when_values_leave_it():
 # -- precode ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_divergence_is_that_of_the_distributions():
+def test_the_divergence_agrees_with_torch_distributions():
     moments = torch.randn(5, 8, generator=seeded(), dtype=torch.float64)
     mean, log_variance = moments.chunk(2, dim=1)
-    ours, standard = (
+    bottleneck, standard = (
         torch.distributions.Normal(m, s) for m, s in ((mean, (0.5 * log_variance).exp()), (mean * 0, mean * 0 + 1))
     )
-    expected = torch.distributions.kl_divergence(ours, standard).sum(1).mean()
+    expected = torch.distributions.kl_divergence(bottleneck, standard).sum(1).mean()
     torch.testing.assert_close(divergence(moments), expected)
 
 
 def test_precode_is_the_model_with_a_bottleneck(tiny_task, tiny_batch):
-    """Written out in plain torch: forward, KL and gradient, with the noise the client drew."""
+    """Compare with forward pass, KL and gradient written out in plain torch, with the noise that the client drew."""
     images, labels = tiny_batch
     defense = gradveil.defense("precode", width=3, beta=0.2)
     defense, task = defense.prepare(tiny_task, generator=seeded(3))
@@ -375,11 +375,11 @@ def test_precode_is_the_model_with_a_bottleneck(tiny_task, tiny_batch):
     expected = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
     for name, value in expected.items():
         torch.testing.assert_close(sent[name], value)
-    still = (mean @ weights["3.0.decoder.weight"].T + weights["3.0.decoder.bias"]) @ weights["3.1.weight"].T
-    torch.testing.assert_close(task.predict(images), (still + weights["3.1.bias"]).detach())
+    without_noise = (mean @ weights["3.0.decoder.weight"].T + weights["3.0.decoder.bias"]) @ weights["3.1.weight"].T
+    torch.testing.assert_close(task.predict(images), (without_noise + weights["3.1.bias"]).detach())
 
 
-def test_precode_keeps_the_weights_and_leaves_the_given_task_alone(tiny_task):
+def test_precode_keeps_the_weights_and_does_not_change_the_given_task(tiny_task):
     before = {name: value.clone() for name, value in tiny_task.parameters.items()}
     moved = tiny_task.with_parameters({name: value + 1 for name, value in before.items()})
     _, task = gradveil.defense("precode", width=5).prepare(moved)
@@ -412,16 +412,16 @@ def test_ats_shares_the_gradient_of_transformed_images(tiny_task, tiny_batch):
     memory = {}
     defense = gradveil.defense("ats", policy="invert|translate-x@0.4>flip")
     update = defense.share(tiny_task, images.repeat(6, 1, 1, 1), labels.repeat(6), memory=memory, generator=seeded())
-    used = memory["trained_on"]
+    transformed = memory["trained_on"]
     choices = [transforms.apply_policy(policy, images.repeat(6, 1, 1, 1)) for policy in defense.policies]
-    first, second = ([torch.equal(a, b) for a, b in zip(used, choice, strict=True)] for choice in choices)
+    first, second = ([torch.equal(a, b) for a, b in zip(transformed, choice, strict=True)] for choice in choices)
     assert all(a != b for a, b in zip(first, second, strict=True))
     assert 0 < sum(first) < len(first)
-    expected = tiny_task.gradients(used, labels.repeat(6))
+    expected = tiny_task.gradients(transformed, labels.repeat(6))
     assert all(torch.equal(update[name], value) for name, value in expected.items())
 
 
-def test_ats_scores_are_the_papers(relu_task, tiny_batch):
+def test_ats_scores_are_those_of_the_paper(relu_task, tiny_batch):
     images, labels = tiny_batch
     noise = torch.rand(images.shape, generator=seeded(), dtype=torch.float64)
     cosines = []
@@ -449,22 +449,22 @@ def test_the_accuracy_score_prefers_images_that_differ(relu_task):
     assert accuracy_score(relu_task, alike) < accuracy_score(relu_task, different) <= -1
 
 
-def test_ats_searches_as_it_says_and_what_it_found_can_be_used_again(relu_task, tiny_batch):
+def test_ats_searches_as_documented_and_its_result_can_be_used_again(relu_task, tiny_batch):
     defense = gradveil.defense("ats", candidates=8, kept=2, samples=3)
     defense, task = defense.prepare(relu_task, public=tiny_batch, generator=seeded(4))
     assert task is relu_task
     generator = seeded(4)
     tried = random_policies(8, source_of(generator))
     noise = torch.rand(tiny_batch[0].shape, generator=generator, dtype=torch.float64)
-    changed = {policy: transforms.apply_policy(policy, tiny_batch[0]) for policy in tried}
-    accurate = sorted(tried, key=lambda policy: accuracy_score(relu_task, changed[policy]))[-4:]
-    private = sorted(accurate, key=lambda policy: privacy_score(relu_task, changed[policy], tiny_batch[1], noise))
+    transformed = {policy: transforms.apply_policy(policy, tiny_batch[0]) for policy in tried}
+    accurate = sorted(tried, key=lambda policy: accuracy_score(relu_task, transformed[policy]))[-4:]
+    private = sorted(accurate, key=lambda policy: privacy_score(relu_task, transformed[policy], tiny_batch[1], noise))
     assert set(defense.policies) == set(private[:2])
     again = gradveil.defense("ats", policy="|".join(defense.policies))
     assert gradveil.defense(str(again)) == again
     first, second = (d.share(relu_task, *tiny_batch, generator=seeded()) for d in (defense, again))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    with pytest.raises(InputError, match=r"ats: the search needs public=\(images, labels\), or give policy="):
+    with pytest.raises(InputError, match=r"ats: the search needs public=\(images, labels\); pass it, or give policy="):
         gradveil.defense("ats").prepare(relu_task)
 
 
@@ -477,8 +477,8 @@ def test_the_server_sees_the_sum_and_nothing_else(tiny_task, tiny_batch):
     updates = [defense.share(tiny_task, images[i : i + 1], labels[i : i + 1]) for i in range(3)]
     [seen] = defense.visible(updates)
     assert (seen.meta.samples, seen.meta.clients) == (3, 3)
-    together = tiny_task.gradients(images, labels)
+    batch_gradients = tiny_task.gradients(images, labels)
     mean = defense.aggregate(updates)
-    for name, value in together.items():
+    for name, value in batch_gradients.items():
         torch.testing.assert_close(seen[name], 3 * value)
         torch.testing.assert_close(mean[name], value)

@@ -1,4 +1,4 @@
-"""Noise of known variance goes, correlated signal stays."""
+"""Compensation removes noise of known variance and keeps correlated signal."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from gradveil.defenses.risk_slicing import RiskSlicing, cut_slices
 from gradveil.update import Update, weighted_mean
 
 COLUMNS = 50
-ROWS = 8 * COLUMNS  # what aspect 8 makes of their product
+ROWS = 8 * COLUMNS  # so that aspect 8 gives this shape
 
 
 def energy(values: torch.Tensor) -> float:
@@ -41,7 +41,7 @@ def test_the_eigenvalues_of_noise_lie_in_the_band(generator):
     noise = torch.randn(800, 100, generator=generator, dtype=torch.float64)
     eigenvalues = torch.linalg.eigvalsh(noise.T @ noise / 800)
     low, high = noise_band(800, 100, 1.0)
-    # The edges blur by (columns)^(-2/3), here 5 %.
+    # The edges are blurred by (columns)^(-2/3), here 5 %.
     assert low * 0.9 < float(eigenvalues.min()) < low * 1.2
     assert high * 0.9 < float(eigenvalues.max()) < high * 1.1
 
@@ -49,12 +49,12 @@ def test_the_eigenvalues_of_noise_lie_in_the_band(generator):
 @pytest.mark.parametrize("clients", [10, 5])
 @pytest.mark.parametrize("model", ["lenet", "cnn6"])
 def test_the_noise_of_slices_is_removed(model, clients):
-    """Slice noise is not independent over the coordinates, so some of it stays; weights are unequal."""
+    """Noise on slices is not independent across coordinates, so some of it remains; the weights are unequal."""
     layers = dict(models.create(model, input_shape=(1, 28, 28), classes=10).named_parameters())
     slices = cut_slices(layers, {name: float(value.numel()) ** 0.5 for name, value in layers.items()}, 10)
     defense = RiskSlicing(std=0.1, ratio=0.2, slice_of=Tensors(slices))
-    nothing = {name: torch.zeros(value.shape) for name, value in layers.items()}
-    updates = [defense.perturb(nothing, generator=derived_generator(3, client)) for client in range(clients)]
+    zeros = {name: torch.zeros(value.shape) for name, value in layers.items()}
+    updates = [defense.perturb(zeros, generator=derived_generator(3, client)) for client in range(clients)]
     weights = [1.0 + client / clients for client in range(clients)]
     before = sum(energy(value) for value in weighted_mean(updates, weights).values())
     after = sum(energy(value) for value in defense.aggregate(updates, weights=weights).values())
@@ -81,27 +81,27 @@ def test_low_rank_signal_comes_out_cleaner_at_every_level_of_noise(rank, noise, 
 def test_the_papers_variance_is_worse(generator):
     """The paper prints m * (d/s) * sum(weights) * sigma^2, the variance of a sum: m^2 too large for the mean.
 
-    Its band lies above the noise, so noise is kept, and over part of the signal, which is lost.
+    Its band lies above the noise, so noise is kept, and covers part of the signal, which is lost.
     """
     clients, sigma, share = 10, 1.0, 0.2
     signal = low_rank(4, generator)
-    mask_and_noise = [
+    masked_noise = [
         (torch.rand(ROWS, COLUMNS, generator=generator) < share)
         * sigma
         * torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
         for _ in range(clients)
     ]
-    noisy = signal + sum(mask_and_noise) / clients
-    right, paper = share * sigma**2 / clients, clients * share * sigma**2
-    errors = {v: energy(gradveil.compensate({"w": noisy}, v)["w"] - signal) for v in (right, paper)}
-    without = energy(noisy - signal)
-    assert errors[right] < 0.2 * without
-    assert errors[paper] > 0.9 * without
-    # With a signal whose eigenvalues lie in the paper's band it is not merely useless: it removes the signal.
+    noisy = signal + sum(masked_noise) / clients
+    correct, paper = share * sigma**2 / clients, clients * share * sigma**2
+    errors = {v: energy(gradveil.compensate({"w": noisy}, v)["w"] - signal) for v in (correct, paper)}
+    uncompensated = energy(noisy - signal)
+    assert errors[correct] < 0.2 * uncompensated
+    assert errors[paper] > 0.9 * uncompensated
+    # For a signal whose eigenvalues lie in the paper's band it is worse than useless: it removes the signal.
     weak = signal * (paper / (COLUMNS / 4)) ** 0.5
-    noisy = weak + sum(mask_and_noise) / clients
-    errors = {v: energy(gradveil.compensate({"w": noisy}, v)["w"] - weak) for v in (right, paper)}
-    assert errors[right] < energy(noisy - weak) < errors[paper]
+    noisy = weak + sum(masked_noise) / clients
+    errors = {v: energy(gradveil.compensate({"w": noisy}, v)["w"] - weak) for v in (correct, paper)}
+    assert errors[correct] < energy(noisy - weak) < errors[paper]
 
 
 def test_layers_meta_and_input_are_kept(generator):
@@ -128,7 +128,7 @@ def test_misuse_is_refused():
 
 
 def test_a_real_aggregate_comes_nearer_but_loses_direction():
-    """On real gradients the distance falls because nearly all is thrown away; the cosine says what that costs."""
+    """On real gradients the distance falls because nearly everything is dropped; the cosine shows what that costs."""
     digits = data.load("mnist").train
     model = models.create("mnist-cnn", input_shape=(1, 28, 28), classes=10)
     task = gradveil.Task(model, input_shape=(1, 28, 28), classes=10)

@@ -1,3 +1,5 @@
+"""Chains, error feedback, and how their capabilities follow from those of their parts."""
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ class OwnAggregate(Perturbation):
 
 
 def test_error_feedback_sends_everything_in_the_end():
-    """sent + residual = all gradients so far, exactly what the wrapper is for."""
+    """sent + residual equals the sum of all gradients so far, which is what the wrapper is for."""
     defense = gradveil.ErrorFeedback(gradveil.defense("top-k", keep=0.2))
     generator = torch.Generator().manual_seed(0)
     memory, total, sent = {}, torch.zeros(50, dtype=torch.float64), torch.zeros(50, dtype=torch.float64)
@@ -66,40 +68,38 @@ def test_a_memory_of_another_model_is_refused():
 
 
 def test_preparing_reaches_the_wrapped_defense(tiny_task):
-    class Looks(Perturbation):
-        name = "looks"
+    class Preparable(Perturbation):
+        name = "preparable"
         seen = None
 
         def prepare(self, task, *, public=None, generator=None):
-            looked = Looks()
-            looked.seen = public
-            return Prepared(looked, task)
+            prepared = Preparable()
+            prepared.seen = public
+            return Prepared(prepared, task)
 
         def perturb_rows(self, rows, draws):
             return rows.clone()
 
     public = (torch.zeros(1), torch.zeros(1))
-    chain = gradveil.Chain(gradveil.ErrorFeedback(Looks()), gradveil.defense("top-k"))
+    chain = gradveil.Chain(gradveil.ErrorFeedback(Preparable()), gradveil.defense("top-k"))
     prepared, task = chain.prepare(tiny_task, public=public)
     assert prepared.parts[0].inner.seen is public
     assert chain.parts[0].inner.seen is None
     assert task is tiny_task
 
 
-def test_memories_of_two_clients_are_apart(tiny_task, tiny_batch):
+def test_memories_of_two_clients_are_separate(tiny_task, tiny_batch):
     defense = gradveil.defense("top-k:keep=0.1+error-feedback")
-    mine, other = {}, {}
-    defense.share(tiny_task, *tiny_batch, memory=mine)
-    defense.share(tiny_task, tiny_batch[0] * 0.5, tiny_batch[1], memory=other)
-    assert not torch.equal(mine["residual/3.weight"], other["residual/3.weight"])
+    first, second = {}, {}
+    defense.share(tiny_task, *tiny_batch, memory=first)
+    defense.share(tiny_task, tiny_batch[0] * 0.5, tiny_batch[1], memory=second)
+    assert not torch.equal(first["residual/3.weight"], second["residual/3.weight"])
 
 
 def test_a_chain_acts_in_order():
     gradient = {"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}
-    scale_then_prune = gradveil.Chain(
-        gradveil.defense("dual-pruning", k1=0.25, k2=0.0), gradveil.defense("top-k", keep=0.25)
-    )
-    assert scale_then_prune.perturb(gradient)["w"].tolist() == [0, 0, 3, 0]
+    chain = gradveil.Chain(gradveil.defense("dual-pruning", k1=0.25, k2=0.0), gradveil.defense("top-k", keep=0.25))
+    assert chain.perturb(gradient)["w"].tolist() == [0, 0, 3, 0]
 
 
 def test_a_chain_may_begin_with_a_defense_that_needs_data(tiny_task, tiny_batch):
@@ -133,11 +133,11 @@ def test_a_defense_that_announces_comes_first_and_keeps_its_memory(tiny_task, ti
         name = "announcer"
 
         def make_announcement(self, client):
-            client.memory["told"] = client.inputs
+            client.memory["announced"] = client.inputs
             return {"places": client.inputs}
 
         def make_update(self, client):
-            assert torch.equal(client.memory["told"], client.announced["places"])
+            assert torch.equal(client.memory["announced"], client.announced["places"])
             return super().make_update(client)
 
     chain, memory = gradveil.Chain(Announcer(), gradveil.defense("top-k")), {}
@@ -184,16 +184,16 @@ def test_batch_norm_statistics_travel_with_the_update():
 @pytest.mark.parametrize("name", gradveil.list_defenses())
 def test_what_a_defense_declares_is_what_it_does(name):
     defense = gradveil.defense(name)
-    own = {m for m in ("publish", "visible", "combine", "prepare") if m in vars(type(defense))}
-    assert defense.announces == ("publish" in own)
-    assert defense.hides_updates == ("visible" in own)
-    assert defense.aggregates == ("combine" in own)
+    overridden = {m for m in ("publish", "visible", "combine", "prepare") if m in vars(type(defense))}
+    assert defense.announces == ("publish" in overridden)
+    assert defense.hides_updates == ("visible" in overridden)
+    assert defense.aggregates == ("combine" in overridden)
     if defense.needs_preparing:
-        assert "prepare" in own
+        assert "prepare" in overridden
     if defense.keeps_zeros and name != "aligned-dual-pruning":  # which needs an announcement
         gradient = {"w": torch.randn(200, generator=torch.manual_seed(0)) * (torch.arange(200) % 2)}
         assert not defense.perturb(gradient)["w"][::2].any()
-    # Noise: twice as large an update is twice as large when it leaves, unless noise was added.
+    # Without noise, an update that is twice as large is sent twice as large.
     if defense.gradient_only and not defense.adds_noise and name != "aligned-dual-pruning":
         once = {"w": torch.randn(200, generator=torch.manual_seed(0))}
         twice = {"w": 2 * once["w"]}
@@ -202,9 +202,9 @@ def test_what_a_defense_declares_is_what_it_does(name):
 
 def test_a_guarantee_survives_what_is_done_to_the_update_afterwards():
     alone, chain = gradveil.defense("dp-sgd"), gradveil.defense("dp-sgd+top-k+quantization")
-    asked = {"rounds": 10, "batch_size": 8, "examples": 100}
-    assert chain.privacy_spent(**asked) == alone.privacy_spent(**asked) is not None
-    assert gradveil.defense("top-k+gaussian-noise").privacy_spent(**asked) is None
+    run = {"rounds": 10, "batch_size": 8, "examples": 100}
+    assert chain.privacy_spent(**run) == alone.privacy_spent(**run) is not None
+    assert gradveil.defense("top-k+gaussian-noise").privacy_spent(**run) is None
 
 
 def test_a_chain_has_the_noise_of_its_first_part_and_error_feedback_has_none():
@@ -214,8 +214,8 @@ def test_a_chain_has_the_noise_of_its_first_part_and_error_feedback_has_none():
 
 
 def test_announced_locations_hold_for_a_chain_that_keeps_zeros(tiny_task, tiny_batch):
-    for behind, known in (("top-k:keep=0.5", True), ("gaussian-noise", False), ("quantization", False)):
-        chain = gradveil.defense(f"aligned-dual-pruning+{behind}")
+    for last_part, known in (("top-k:keep=0.5", True), ("gaussian-noise", False), ("quantization", False)):
+        chain = gradveil.defense(f"aligned-dual-pruning+{last_part}")
         assert chain.announces
         assert chain.aggregates
         public = chain.announce(tiny_task, *tiny_batch, memory={})
@@ -241,7 +241,7 @@ def test_compositions_declare_what_their_parts_do(spec, noisy, prepared):
     assert (defense.adds_noise, defense.needs_preparing) == (noisy, prepared)
 
 
-def test_a_defense_that_says_nothing_is_taken_to_add_noise():
+def test_a_defense_that_declares_nothing_is_assumed_to_add_noise():
     class New(gradveil.Perturbation):
         name = "new"
 
@@ -252,16 +252,16 @@ def test_a_defense_that_says_nothing_is_taken_to_add_noise():
     assert not New().keeps_zeros
 
 
-def test_a_defense_that_does_what_it_does_not_declare_is_refused():
-    with pytest.raises(TypeError, match="Forgetful has a method combine of its own: declare aggregates = True"):
+def test_a_defense_that_overrides_without_declaring_is_refused():
+    with pytest.raises(TypeError, match="Forgetful overrides combine: declare aggregates = True"):
 
         class Forgetful(gradveil.Perturbation):
             def combine(self, received):
                 return received.updates[0]
 
 
-def test_a_defense_writes_what_is_behind_the_public_calls():
-    with pytest.raises(TypeError, match="Old has a method aggregate of its own: write combine, which is behind it"):
+def test_a_defense_must_override_the_hooks_instead_of_the_public_methods():
+    with pytest.raises(TypeError, match="Old overrides aggregate: override combine instead, which aggregate calls"):
 
         class Old(gradveil.Perturbation):
             def aggregate(self, updates, *, weights=None, memory=None, announced=None):
@@ -271,7 +271,7 @@ def test_a_defense_writes_what_is_behind_the_public_calls():
 # -- prepared values ------------------------------------------------------------------------------------------------
 
 
-def test_a_prepared_defense_is_another_one_and_the_first_is_untouched(tiny_task, tiny_batch):
+def test_preparing_returns_a_new_defense_and_does_not_change_the_first(tiny_task, tiny_batch):
     for spec in ("risk-slicing", "optimal-noise:form=global", "risk-slicing+error-feedback", "risk-slicing+top-k"):
         defense = gradveil.defense(spec)
         prepared, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
@@ -285,7 +285,7 @@ def test_a_prepared_defense_is_another_one_and_the_first_is_untouched(tiny_task,
             defense.share(tiny_task, *tiny_batch, memory={})
 
 
-# -- who knows a chain ----------------------------------------------------------------------------------------------
+# -- adaptive attackers of a chain ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,19 +294,19 @@ def test_a_prepared_defense_is_another_one_and_the_first_is_untouched(tiny_task,
         ("gaussian-noise+top-k", True),
         ("dp-sgd+top-k", True),
         ("dp-sgd+gaussian-noise+quantization", True),
-        ("top-k+gaussian-noise", False),  # zeros that noise has covered say nothing
+        ("top-k+gaussian-noise", False),  # zeros that are covered by noise reveal nothing
         ("gaussian-noise+error-feedback+top-k", False),
         ("gaussian-noise+top-k+error-feedback", True),
     ],
 )
-def test_a_chain_says_whether_it_has_an_attacker_of_its_own(spec, known, tiny_task):
+def test_a_chain_declares_whether_it_has_an_adaptive_attacker(spec, known, tiny_task):
     chain = gradveil.defense(spec)
     assert chain.has_adaptive_attacker == known
     assert bool(chain.adapt(tiny_task)) == known
 
 
-def test_the_attacker_of_a_chain_knows_all_of_it(tiny_task, tiny_batch):
-    one = tiny_batch[0][:1], tiny_batch[1][:1]
+def test_the_attacker_of_a_chain_knows_all_its_parts(tiny_task, tiny_batch):
+    single = tiny_batch[0][:1], tiny_batch[1][:1]
     chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0.2+gaussian-noise:std=0.3+top-k:keep=0.5")
     alone = gradveil.defense("top-k:keep=0.5").adapt(tiny_task)
     forms = chain.adapt(tiny_task)
@@ -314,26 +314,26 @@ def test_the_attacker_of_a_chain_knows_all_of_it(tiny_task, tiny_batch):
     form = next(iter(forms.values()))
     assert form.variance == pytest.approx(0.1**2 + 0.3**2)
     assert form.read is not None
-    gradients = tiny_task.gradients(*one)
+    gradients = tiny_task.gradients(*single)
     [expected] = form.expect([gradients], [gradients])
     assert sum(float(value.square().sum()) for value in expected.values()) == pytest.approx(0.25)
     assert sum(float(value.square().sum()) for value in gradients.values()) > 0.25
 
 
 def test_a_chain_without_noise_is_read_as_exactly_as_its_last_part(tiny_task, tiny_batch):
-    """What the attacker of the chain believes is what was sent, where it was sent."""
-    one = tiny_batch[0][:1], tiny_batch[1][:1]
+    """The attacker's evidence agrees with what it expects, at all coordinates that were sent."""
+    single = tiny_batch[0][:1], tiny_batch[1][:1]
     chain = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=0+top-k:keep=0.3")
-    update = dict(chain.share(tiny_task, *one, generator=torch.manual_seed(0)))
+    update = dict(chain.share(tiny_task, *single, generator=torch.manual_seed(0)))
     form = next(iter(chain.adapt(tiny_task).values()))
-    [expected] = form.expect([tiny_task.gradients(*one)], [update])
-    told = form.read(expected, update)
-    for name, weight in told.weights.items():
-        torch.testing.assert_close((weight * expected[name]), weight * told.values[name])
+    [expected] = form.expect([tiny_task.gradients(*single)], [update])
+    evidence = form.read(expected, update)
+    for name, weight in evidence.weights.items():
+        torch.testing.assert_close((weight * expected[name]), weight * evidence.values[name])
 
 
 def test_a_sum_of_many_clients_is_not_read_as_one_of_them(tiny_task):
-    """A coordinate of the sum may have come from some of the clients only, which no attacker of one update expects."""
+    """A coordinate of the sum may come from only some clients, which no attacker of a single update expects."""
     chain = gradveil.defense("secure-aggregation+top-k")
     assert not chain.has_adaptive_attacker
     assert not chain.adapt(tiny_task)

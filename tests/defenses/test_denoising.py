@@ -1,4 +1,4 @@
-"""Taking noise out of images."""
+"""Removing noise from images."""
 
 import numpy as np
 import pytest
@@ -19,8 +19,8 @@ def picture() -> torch.Tensor:
     return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
 
 
-def test_it_is_the_total_variation_minimum_that_scikit_image_finds():
-    # A grey image: scikit-image smooths the channels of a colour image one by one.
+def test_it_finds_the_same_total_variation_minimum_as_scikit_image():
+    # A grey image, because scikit-image smooths the channels of a colour image separately.
     noisy = (picture()[:, :1] + 0.2 * torch.randn(1, 1, 32, 32, generator=seeded())).double()
     expected = denoise_tv_chambolle(noisy[0, 0].numpy(), weight=0.1, eps=1e-9, max_num_iter=3000)
     moved = np.sqrt(np.mean((expected - noisy[0, 0].numpy()) ** 2))
@@ -29,7 +29,7 @@ def test_it_is_the_total_variation_minimum_that_scikit_image_finds():
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.1, 0.3])
-def test_it_goes_as_far_as_it_is_told(deviation):
+def test_it_moves_by_the_given_deviation(deviation):
     noisy = picture().repeat(2, 1, 1, 1) + 0.3 * torch.randn(2, 3, 32, 32, generator=seeded())
     moved = (denoising.denoise(noisy, torch.full((2,), deviation)) - noisy).square().mean(dim=(1, 2, 3)).sqrt()
     torch.testing.assert_close(moved, torch.full((2,), deviation), rtol=1e-2, atol=0)
@@ -42,16 +42,16 @@ def test_divergence_is_minus_the_transpose_of_the_derivatives():
     torch.testing.assert_close(left, -(image * denoising._divergence(field)).sum())
 
 
-def test_each_image_by_itself():
+def test_images_are_denoised_independently():
     noisy = torch.rand(3, 1, 12, 12, generator=seeded())
-    wanted = torch.tensor([0.05, 0.1, 0.2])
-    together = denoising.denoise(noisy, wanted)
-    alone = torch.cat([denoising.denoise(noisy[i : i + 1], wanted[i : i + 1]) for i in range(3)])
+    deviations = torch.tensor([0.05, 0.1, 0.2])
+    together = denoising.denoise(noisy, deviations)
+    alone = torch.cat([denoising.denoise(noisy[i : i + 1], deviations[i : i + 1]) for i in range(3)])
     torch.testing.assert_close(together, alone)
 
 
 @pytest.mark.parametrize("deviation", [0.05, 0.2])
-def test_the_noise_is_measured(deviation):
+def test_the_noise_level_is_estimated(deviation):
     noisy = picture().repeat(4, 1, 1, 1) + deviation * torch.randn(4, 3, 32, 32, generator=seeded())
     estimate = denoising.noise_deviation(noisy)
     assert estimate.shape == (4,)

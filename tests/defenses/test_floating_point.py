@@ -1,4 +1,4 @@
-"""dp-sgd's guarantee must survive floating point: nothing but the noise may decide the last bits of an update."""
+"""Guarantees must survive floating point: only the noise may decide the last bits of an update."""
 
 import math
 
@@ -17,7 +17,7 @@ CANDIDATES = 100
 
 @pytest.fixture(scope="module")
 def victims():
-    """A small mlp and a hundred images, each a possible victim."""
+    """A small mlp and a hundred images, each of them a possible victim."""
     generator = torch.Generator().manual_seed(0)
     images = torch.rand(CANDIDATES, 1, 8, 8, generator=generator)
     labels = torch.randint(4, (CANDIDATES,), generator=generator)
@@ -26,42 +26,42 @@ def victims():
 
 
 def distance_from_24_bits(noise):
-    """How far the angles of Box-Muller pairs are from multiples of 2^-24 turns, on average; chance gives .25.
+    """Mean distance of the angles of Box-Muller pairs from multiples of 2^-24 turns; .25 by chance.
 
-    torch pairs value j with value j + 8 of every sixteen, and the angle comes from one 24-bit uniform.
+    torch pairs value j with value j + 8 of every sixteen, and the angle comes from one 24-bit uniform draw.
     """
     blocks = noise[: len(noise) // 16 * 16].double().view(-1, 2, 8)
     turns = torch.atan2(blocks[:, 1], blocks[:, 0]) / (2 * math.pi) * 2**24
     return float((turns - turns.round()).abs().mean())
 
 
-def named(victims, victim, generator):
-    """The candidate whose clipped gradient leaves the most regular noise of a dp-sgd update with multiplier 10."""
+def identified(victims, victim, generator):
+    """The candidate whose clipped gradient, subtracted from a dp-sgd update, leaves the most regular noise."""
     task, images, labels = victims
     defense = gradveil.defense("dp-sgd", clip=1.0, noise_multiplier=10.0)
     update = defense.share(task, images[victim, None], labels[victim, None], generator=generator)
     name, sent = max(update.items(), key=lambda item: item[1].numel())
     distances = [
         distance_from_24_bits(
-            (sent.double() - clipped_sum(task, images[one, None], labels[one, None], 1.0)[name].double()).flatten()
+            (sent.double() - clipped_sum(task, images[index, None], labels[index, None], 1.0)[name].double()).flatten()
         )
-        for one in range(CANDIDATES)
+        for index in range(CANDIDATES)
     ]
     return min(range(CANDIDATES), key=distances.__getitem__), min(distances)
 
 
-def test_a_seeded_update_names_its_image(victims):
-    """The accountant says epsilon .8; the server names the right one of a hundred images every time."""
+def test_a_seeded_update_identifies_its_image(victims):
+    """The accountant says epsilon .8, yet the server picks the right one of a hundred images every time."""
     for victim in range(5):
-        found, distance = named(victims, victim, derived_generator(victim))
+        found, distance = identified(victims, victim, derived_generator(victim))
         assert found == victim
         assert distance < 0.2
 
 
-def test_an_update_in_use_names_nobody(victims):
+def test_an_update_in_use_identifies_nobody(victims):
     hits = 0
     for victim in range(5):
-        found, distance = named(victims, victim, None)
+        found, distance = identified(victims, victim, None)
         hits += found == victim
         assert distance > 0.24
     assert hits <= 1
@@ -70,18 +70,18 @@ def test_an_update_in_use_names_nobody(victims):
 def test_clipped_gradients_on_the_grid_are_never_longer_than_the_clip(victims):
     task, images, labels = victims
     grid = grid_step(0.5 * 1e-3)
-    for one in range(20):
-        total = clipped_sum(task, images[one, None], labels[one, None], 1e-3, grid=grid)
+    for index in range(20):
+        total = clipped_sum(task, images[index, None], labels[index, None], 1e-3, grid=grid)
         steps = {name: value / grid for name, value in total.items()}
         assert all(bool((value == value.round()).all()) for value in steps.values())
-        # In whole numbers: the squares of the steps add up to at most the square of the clip.
+        # In integers, so without rounding: the squared steps add up to at most the square of the clip.
         assert (
             sum(int(step) ** 2 for value in steps.values() for step in value.flatten().tolist()) <= (1e-3 / grid) ** 2
         )
 
 
 def test_the_sum_on_the_grid_is_exact(victims):
-    """Against whole numbers of any size: each example's steps by the slow obvious way, and their sum."""
+    """Compare with Python integers: each example's grid steps computed in the slow, obvious way, and their sum."""
     task, images, labels = victims
     grid = grid_step(1.0)
     gradients = task.per_example_gradients(images, labels)
@@ -91,17 +91,17 @@ def test_the_sum_on_the_grid_is_exact(victims):
     for name, value in gradients.items():
         flat = value.flatten(1)[:, :50].double().tolist()
         expected = [
-            sum(math.trunc(row[place] * scale / grid) for row, scale in zip(flat, scales, strict=True))
-            for place in range(len(flat[0]))
+            sum(math.trunc(row[column] * scale / grid) for row, scale in zip(flat, scales, strict=True))
+            for column in range(len(flat[0]))
         ]
-        got = [round(one / grid) for one in found[name].flatten()[:50].tolist()]
-        # Scaling is rounded once more or less here and there: a step an example at the most, mostly none.
-        assert max(abs(one - other) for one, other in zip(got, expected, strict=True)) <= 2
+        got = [round(value / grid) for value in found[name].flatten()[:50].tolist()]
+        # The order of rounding differs when scaling: an example is off by one step at most, and mostly by none.
+        assert max(abs(steps - expected_steps) for steps, expected_steps in zip(got, expected, strict=True)) <= 2
         torch.testing.assert_close(found[name].float(), plain[name], rtol=1e-4, atol=2e-5)
 
 
-def test_a_gradient_that_overflows_is_silent_in_use(victims):
-    """To refuse would be one bit about the data that no epsilon covers: a server may build a model for that."""
+def test_a_gradient_that_overflows_is_not_reported_in_use(victims):
+    """A refusal would leak one bit about the data that no epsilon covers, and a server could build a model for that."""
     task, images, labels = victims
     broken = task.with_parameters({name: value * 1e30 for name, value in task.parameters.items()})
     with pytest.raises(NotFiniteError, match="an example's gradient is not finite"):
@@ -112,34 +112,34 @@ def test_a_gradient_that_overflows_is_silent_in_use(victims):
     assert all(bool(value.isfinite().all()) for value in update.values())
 
 
-def test_an_update_that_overflows_does_not_leave(victims):
+def test_an_update_that_overflows_is_not_sent(victims):
     task, images, labels = victims
     with pytest.raises(NotFiniteError, match="the result overflows"):
         gradveil.defense("dp-sgd", clip=1e30, noise_multiplier=1e10).share(task, images[:2], labels[:2])
 
 
 @pytest.mark.parametrize("options", [{}, {"layerwise": True}])
-def test_noise_of_many_deviations_names_nobody(victims, options):
-    """Whole multiples of a deviation's step would leave gaps, in which only a wrong candidate's noise lies."""
+def test_noise_of_many_deviations_identifies_nobody(victims, options):
+    """If noise were a multiple of its deviation's step, there would be gaps that only a wrong candidate hits."""
     task, images, labels = victims
     defense = gradveil.defense("optimal-noise", std=10.0, form="global", directions=2, **options)
     defense, _ = defense.prepare(task, public=(images[:10], labels[:10]), generator=derived_generator(1))
     variance, step = defense.noise_variance(), grid_step(10.0)
     name = max(variance, key=lambda layer: variance[layer].numel())
-    each = variance[name].sqrt().double().flatten() * (2.0**-24 / step)
+    draw_steps = variance[name].sqrt().double().flatten() * (2.0**-24 / step)
 
-    def impossible(sent, one):
-        """How many coordinates a candidate leaves with noise that is no whole multiple of what one draw brings."""
-        gradient = task.gradients(images[one, None], labels[one, None])[name].double().flatten()
+    def impossible(sent, index):
+        """How many coordinates would have noise that is not a multiple of its smallest unit under this candidate."""
+        gradient = task.gradients(images[index, None], labels[index, None])[name].double().flatten()
         noise = sent.double().flatten() / step - (gradient / step).round()
-        judged = (each > 1.2) & (sent.double().flatten().abs() < 2**24 * step)
+        judged = (draw_steps > 1.2) & (sent.double().flatten().abs() < 2**24 * step)
         assert int(judged.sum()) > 1000
-        return int(((noise / each).round() * each).round()[judged].ne(noise[judged]).sum())
+        return int(((noise / draw_steps).round() * draw_steps).round()[judged].ne(noise[judged]).sum())
 
     hits = 0
     for victim in range(5):
         sent = defense.share(task, images[victim, None], labels[victim, None])[name]
-        counts = [impossible(sent, one) for one in range(20)]
+        counts = [impossible(sent, index) for index in range(20)]
         assert counts[victim] > 100
         hits += min(range(20), key=counts.__getitem__) == victim
     assert hits <= 2
@@ -153,12 +153,12 @@ def test_noise_too_small_for_an_exact_sum_is_refused(victims):
 
 @pytest.mark.parametrize(("keep", "scale"), [(0.8, "absolute"), (0.9, "absolute"), (0.8, "layer")])
 def test_the_last_bits_do_not_tell_decoys_from_values(keep, scale):
-    """Dividing by `keep` leaves gaps between floats, and a decoy that falls into one is no value."""
+    """Dividing by `keep` leaves gaps between floats, and whatever falls into a gap must be a decoy."""
     gradient = 0.005 * torch.randn(200_000, generator=torch.manual_seed(1))
     defense = gradveil.defense("gradient-dropout", keep=keep, std=0.005 if scale == "absolute" else 1.0, scale=scale)
 
     def certain_decoys(sent, grid):
-        """How many no float32 gradient divided by `keep`, and rounded to the grid, can give."""
+        """How many values cannot come from a float32 gradient divided by `keep` and rounded to the grid."""
         candidate, possible = (sent.double() * keep).float(), torch.zeros(len(sent), dtype=torch.bool)
         for _ in range(3):
             candidate = torch.nextafter(candidate, torch.full_like(candidate, -math.inf))

@@ -1,4 +1,4 @@
-"""The checks that every defense passes. A new defense gets all of them by one row in CASES."""
+"""The checks that every defense passes. A new defense gets all of them with one row in CASES."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +21,8 @@ class Case:
     identity: dict[str, Any] | None = None  # parameters at which it does nothing; None: there are none
     random: bool = False
     bad: tuple[tuple[dict[str, Any], str], ...] = ()  # refused parameters and the message
-    changes: bool = True  # False: what is shared is the plain update
-    untouched: tuple[str, ...] = ()  # layers of the tiny task that the method's text leaves alone
+    changes: bool = True  # False if it shares the plain update
+    untouched: tuple[str, ...] = ()  # layers of the tiny task that the method does not change, as documented
     excused: str = ""  # why there is no identity
 
 
@@ -99,7 +99,7 @@ CASES = [
     ),
 ]
 
-# Defenses that need the client's data or public data first. They are checked through `share`.
+# Defenses that need the client's data, or public data first. They are checked through `share`.
 DATA_CASES = [
     Case(
         "risk-slicing",
@@ -139,7 +139,7 @@ DATA_CASES = [
         "optimal-pruning",
         {"rate": 0.7, "layerwise": True},
         {"rate": 0.0},
-        random=True,  # the directions behind the sensitivity are
+        random=True,  # the sensitivity is estimated from random directions
         bad=(({"rate": 1.5}, "optimal-pruning: rate must be a number from 0 to 1, got 1.5"),),
     ),
     Case(
@@ -169,7 +169,7 @@ DATA_CASES = [
         "dp-sgd",
         {"clip": 0.1, "noise_multiplier": 1.0},
         random=True,
-        excused="a sum of per-example gradients is rounded in another order than the gradient of the mean",
+        excused="a sum of per-example gradients is rounded in a different order than the gradient of the mean",
         bad=(
             ({"clip": 0}, "dp-sgd: clip must be a number above 0, got 0"),
             ({"noise_multiplier": -1}, "dp-sgd: noise_multiplier must be a number of at least 0, got -1"),
@@ -191,7 +191,7 @@ DATA_CASES = [
     Case(
         "ats",
         {"policy": "invert|flip>solarize@64"},
-        random=True,  # which policy an image gets
+        random=True,  # the policy of each image is drawn
         excused="a policy of no transforms is no policy, and images are rounded to 8 bits",
         bad=(
             ({"policy": "invert>rotat@15"}, "ats: unknown transform 'rotat@15'; did you mean rotate@15"),
@@ -203,7 +203,7 @@ DATA_CASES = [
         "precode",
         {"width": 4},
         random=True,
-        excused="it trains another model",
+        excused="it trains a different model",
         bad=(
             ({"width": 0}, "precode: width must be a whole number of at least 1, got 0"),
             ({"beta": -1}, "precode: beta must be a number of at least 0, got -1"),
@@ -211,7 +211,7 @@ DATA_CASES = [
     ),
 ]
 
-# Wrappers are checked like the defenses they wrap, under their own way of being built.
+# Wrappers and other parameters are checked like the defenses themselves, but are built from specs.
 WRAPPED = [
     "quantization:bits=3,rounding=stochastic",
     "dual-pruning:k1=0.1,k2=0.5+error-feedback",
@@ -268,7 +268,7 @@ def test_keys_shapes_and_types_are_kept_and_the_input_is_not_touched(defense, dt
 def test_zero_strength_is_the_identity(case):
     if case.excused:
         pytest.skip(case.excused)
-    assert case.identity is not None, f"{case.name}: say here why it has none"
+    assert case.identity is not None, f"{case.name}: say in `excused` why it has no identity"
     result = gradveil.defense(case.name, **case.identity).perturb(gradients(), generator=seeded())
     assert same(result, gradients())
 
@@ -330,7 +330,7 @@ def test_nan_and_inf_are_refused(defense, poison):
 
 
 @every_spec
-def test_whole_numbers_and_no_gradients_at_all_are_refused(defense):
+def test_integers_and_missing_gradients_are_refused(defense):
     with pytest.raises(InputError, match="gradients must be floating-point"):
         defense.perturb({"w": torch.ones(3, dtype=torch.long)}, generator=seeded(), memory={})
     with pytest.raises(InputError, match="got NoneType for 'w'; leave out parameters that are not trained"):
@@ -376,7 +376,7 @@ def test_it_shares_and_aggregates(defense, tiny_task, tiny_batch):
 
 @every_spec
 @given(seed=st.integers(0, 1000), size=st.integers(1, 60))
-def test_any_size_of_layer(defense, seed, size):
+def test_layers_of_any_size_are_accepted(defense, seed, size):
     value = torch.randn(size, generator=torch.Generator().manual_seed(seed))
     result = defense.perturb({"w": value}, generator=seeded(seed), memory={})["w"]
     assert result.shape == value.shape
@@ -448,24 +448,24 @@ def test_every_shared_layer_is_changed(case, tiny_task, tiny_batch):
 @every_data_case
 def test_the_generator_decides_what_is_shared(case, tiny_task, tiny_batch):
     defense = gradveil.defense(case.name, **case.strong)
-    many = tuple(part.repeat(8, *[1] * (part.ndim - 1)) for part in tiny_batch)  # 24 draws where each image has one
-    _, first = shared(defense, tiny_task, many, seeded(1))
-    assert same(first, shared(defense, tiny_task, many, seeded(1))[1])
-    assert same(first, shared(defense, tiny_task, many, seeded(2))[1]) != case.random
-    fresh = [shared(defense, tiny_task, many)[1] for _ in range(2)]
+    batch = tuple(part.repeat(8, *[1] * (part.ndim - 1)) for part in tiny_batch)  # 24 draws if there is one per image
+    _, first = shared(defense, tiny_task, batch, seeded(1))
+    assert same(first, shared(defense, tiny_task, batch, seeded(1))[1])
+    assert same(first, shared(defense, tiny_task, batch, seeded(2))[1]) != case.random
+    fresh = [shared(defense, tiny_task, batch)[1] for _ in range(2)]
     assert same(*fresh) != case.random
 
 
 @every_data_spec
-def test_a_client_pays_for_its_own_images_only(spec, tiny_task, tiny_batch):
-    """The engine hands out views of all images of a round; torch makes the tangent of such a view as large as those."""
-    drawn = torch.cat([torch.zeros(50_000, 1, 6, 6, dtype=torch.float64), tiny_batch[0]])
+def test_a_client_needs_memory_only_for_its_own_images(spec, tiny_task, tiny_batch):
+    """The engine hands out views of all images of a round, and torch makes the tangent of a view as large as those."""
+    round_images = torch.cat([torch.zeros(50_000, 1, 6, 6, dtype=torch.float64), tiny_batch[0]])
     defense = gradveil.defense(spec)
     defense, prepared = defense.prepare(tiny_task, public=tiny_batch, generator=seeded(7))
     with torch.profiler.profile(profile_memory=True, acc_events=True) as profiled:
-        sent = defense.share(prepared, drawn[-3:], tiny_batch[1], generator=seeded(), memory={})
+        sent = defense.share(prepared, round_images[-3:], tiny_batch[1], generator=seeded(), memory={})
     assert same(sent, shared(defense, tiny_task, tiny_batch, seeded())[1])
-    assert 0 < max(event.self_cpu_memory_usage for event in profiled.events()) < drawn.nbytes
+    assert 0 < max(event.self_cpu_memory_usage for event in profiled.events()) < round_images.nbytes
 
 
 @every_data_spec
@@ -492,6 +492,6 @@ def test_repr_and_str_build_the_same_data_defense_again(spec):
 
 
 @pytest.mark.parametrize("name", ["ats", "precode", "risk-slicing", "optimal-noise:form=global"])
-def test_what_needs_preparing_refuses_to_share_before(name, tiny_task, tiny_batch):
+def test_a_defense_that_needs_preparing_refuses_to_share_before(name, tiny_task, tiny_batch):
     with pytest.raises(InputError, match="call prepare"):
         gradveil.defense(name).share(tiny_task, *tiny_batch, memory={})

@@ -1,4 +1,4 @@
-"""The optimal defenses against the theorems they come from."""
+"""The optimal defenses, compared with the theorems they come from."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def flat(layers) -> torch.Tensor:
 
 @given(pairs, st.sampled_from([(0.5, 0.5), (0.0, 0.0), (-0.5, -0.5), (0.5, 0.0), (0.0, 0.5), (1.0, 0.5)]))
 def test_the_derived_allocation_leaks_least_at_equal_u2(arrays, powers):
-    """tr J_F of s^a |g|^-b noise, uniform, inverse and others, each scaled to the U2 of the optimal one."""
+    """Compare tr J_F with that of s^a |g|^-b noise (uniform, inverse and others), scaled to the optimal noise's U2."""
     s2, g2 = split(arrays[0]), split(arrays[1])
     best = flat(optimal_variance(s2, g2, std=0.1))
     torch.testing.assert_close(best / best[0], (flat(s2) / flat(g2)).sqrt() / (flat(s2) / flat(g2))[0].sqrt())
@@ -80,7 +80,7 @@ def test_gradients_of_zero_count_as_the_smallest():
 
 
 @given(pairs)
-def test_layerwise_is_the_best_of_one_variance_a_layer(arrays):
+def test_layerwise_is_the_best_choice_of_one_variance_per_layer(arrays):
     s2, g2 = split(arrays[0]), split(arrays[1])
     variance = optimal_variance(s2, g2, std=1.0, layerwise=True)
     per_layer = {name: (value.sum() / g2[name].sum()).sqrt() for name, value in s2.items() if len(value)}
@@ -94,28 +94,28 @@ def public(tiny_batch):
     return tiny_batch
 
 
-def optimal(name, task, public, **parameters):
+def prepared(name, task, public, **parameters):
     defense = gradveil.defense(name, **parameters)
     defense, _ = defense.prepare(task, public=public, generator=seeded())
     return defense
 
 
 def test_noise_has_the_stated_variance_in_every_coordinate(tiny_task, tiny_batch, public):
-    """Global form, whose variance is fixed: 400 draws of each coordinate."""
-    defense = optimal("optimal-noise", tiny_task, public, std=0.3, form="global")
+    """In the global form, whose variance is fixed, with 400 draws of each coordinate."""
+    defense = prepared("optimal-noise", tiny_task, public, std=0.3, form="global")
     expected = flat(defense.noise_variance())
     assert float(expected.mean()) == pytest.approx(0.09, rel=1e-6)
     clean = flat(tiny_task.gradients(*tiny_batch))
     generator = seeded()
     noise = torch.stack([flat(defense.share(tiny_task, *tiny_batch, generator=generator)) - clean for _ in range(400)])
-    seen = expected > 0
-    ratio = noise[:, seen].square().mean(0) / expected[seen]
+    noisy = expected > 0
+    ratio = noise[:, noisy].square().mean(0) / expected[noisy]
     assert float((ratio - 1).abs().max()) < 6 * (2 / 400) ** 0.5
     assert float(ratio.mean()) == pytest.approx(1, abs=0.03)
 
 
 def test_local_noise_follows_sensitivity_over_gradient(tiny_task, tiny_batch):
-    """With so many directions the draw of the sensitivity does not matter; compare with the exact one."""
+    """With this many directions the estimated sensitivity is nearly exact; compare with the exact one."""
     exact = tiny_task.sensitivity(*tiny_batch, None)
     gradients = tiny_task.gradients(*tiny_batch)
     expected = (flat(exact) / flat(gradients).square()).sqrt()
@@ -129,7 +129,7 @@ def test_local_noise_follows_sensitivity_over_gradient(tiny_task, tiny_batch):
 
 
 def test_the_global_form_is_a_mean_over_single_public_examples(tiny_task, public):
-    defense = optimal("optimal-noise", tiny_task, public, form="global", directions=3000, cap=None)
+    defense = prepared("optimal-noise", tiny_task, public, form="global", directions=3000, cap=None)
     s2 = g2 = 0
     for image, label in zip(*public, strict=True):
         s2 = s2 + flat(tiny_task.sensitivity(image[None], label[None], None)) / 3
@@ -145,23 +145,23 @@ def test_clipped_coordinates_get_no_noise_and_the_others_the_full_mean(tiny_task
     defense = gradveil.defense("optimal-dp-sgd", clip=clip, std=0.5)
     generator = seeded()
     sent = torch.stack([flat(defense.share(tiny_task, *tiny_batch, generator=generator)) for _ in range(60)])
-    free = clean.abs() < clip
-    assert torch.equal(sent[:, ~free], clean.clamp(-clip, clip)[~free].expand(60, -1))
-    noise = sent[:, free] - clean[free]
+    unclipped = clean.abs() < clip
+    assert torch.equal(sent[:, ~unclipped], clean.clamp(-clip, clip)[~unclipped].expand(60, -1))
+    noise = sent[:, unclipped] - clean[unclipped]
     assert float(noise.square().mean()) == pytest.approx(0.25, rel=0.1)
 
 
 def test_the_global_clipped_form_measures_what_is_clipped(tiny_task, public):
     """A coordinate clipped in every public example does not react and gets no noise; the weight is clipped too."""
-    each = torch.stack([flat(tiny_task.gradients(x[None], y[None])) for x, y in zip(*public, strict=True)])
-    clip = float(each.abs().quantile(0.8))
-    defense = optimal("optimal-dp-sgd", tiny_task, public, clip=clip, form="global")
+    gradients = torch.stack([flat(tiny_task.gradients(x[None], y[None])) for x, y in zip(*public, strict=True)])
+    clip = float(gradients.abs().quantile(0.8))
+    defense = prepared("optimal-dp-sgd", tiny_task, public, clip=clip, form="global")
     s2, g2 = (flat(value) for value in defense.measured)
-    torch.testing.assert_close(g2, each.clamp(-clip, clip).square().mean(0))
-    always = (each.abs() > clip).all(0)
-    assert bool(always.any())
-    assert float(s2[always].max()) == 0
-    assert float(flat(defense.noise_variance())[always].max()) == 0
+    torch.testing.assert_close(g2, gradients.clamp(-clip, clip).square().mean(0))
+    always_clipped = (gradients.abs() > clip).all(0)
+    assert bool(always_clipped.any())
+    assert float(s2[always_clipped].max()) == 0
+    assert float(flat(defense.noise_variance())[always_clipped].max()) == 0
 
 
 def test_pruning_removes_the_largest_ratios_over_all_layers(tiny_task, tiny_batch):
@@ -184,7 +184,7 @@ def test_pruning_removes_the_largest_ratios_over_all_layers(tiny_task, tiny_batc
     st.booleans(),
 )
 def test_pruned_counts_are_exact_with_ties_and_zeros(s, g, rate, layerwise):
-    """Zero gradients go first; equal ratios by position."""
+    """Zero gradients are pruned first, and equal ratios by position."""
     s2, gradients = split(s**2), split(g)
     defense = gradveil.defense("optimal-pruning", rate=rate, layerwise=layerwise)
     weight = {name: value.square() for name, value in gradients.items()}
@@ -206,11 +206,11 @@ def test_the_sensitivity_is_measured_every_r_rounds(name, tiny_task, tiny_batch,
     measure = gradveil.Task.sensitivity
     monkeypatch.setattr(gradveil.Task, "sensitivity", lambda *a, **k: calls.append(1) or measure(*a, **k))
     defense, memory = gradveil.defense(name, every=3), {}
-    after = []
+    calls_after_round = []
     for number in range(7):
         defense.share(tiny_task, *tiny_batch, generator=seeded(number), memory=memory)
-        after.append(len(calls))
-    assert after == [1, 1, 1, 2, 2, 2, 3]
+        calls_after_round.append(len(calls))
+    assert calls_after_round == [1, 1, 1, 2, 2, 2, 3]
     calls.clear()
     local = gradveil.LocalSteps(epochs=2, batch_size=1)
     defense.share(tiny_task, *tiny_batch, memory={}, local=local)
@@ -225,7 +225,7 @@ def test_the_sensitivity_is_measured_every_r_rounds(name, tiny_task, tiny_batch,
 @pytest.mark.parametrize("name", ["optimal-noise", "optimal-dp-sgd", "optimal-pruning"])
 def test_the_global_form_must_be_prepared(name, tiny_task, tiny_batch):
     defense = gradveil.defense(name, form="global")
-    with pytest.raises(InputError, match=f"{name}: the global form is not measured yet; call prepare"):
+    with pytest.raises(InputError, match=f"{name}: the global form is not prepared yet; call prepare"):
         defense.share(tiny_task, *tiny_batch)
     with pytest.raises(InputError, match="needs prepare.*public="):
         defense, _ = defense.prepare(tiny_task)
@@ -239,7 +239,7 @@ def test_the_global_form_must_be_prepared(name, tiny_task, tiny_batch):
         gradveil.defense(name, form="global", every=2)
 
 
-def test_a_training_that_has_diverged_is_noticed(tiny_task, tiny_batch):
+def test_weights_that_have_diverged_are_refused(tiny_task, tiny_batch):
     broken = tiny_task.with_parameters({n: torch.full_like(v, torch.inf) for n, v in tiny_task.parameters.items()})
     with pytest.raises(NotFiniteError, match="optimal-noise: gradients must be finite"):
         gradveil.defense("optimal-noise").share(broken, *tiny_batch)

@@ -1,4 +1,4 @@
-"""Refiner: what it promises, against slow and obvious computations."""
+"""What refiner promises, compared with slow but obvious computations."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def utility(defense, task, own, robust, labels):
-    """The utility metric, coordinate by coordinate as the formula says it."""
+    """The utility metric, computed coordinate by coordinate from the formula."""
     gradients, total = task.gradients(robust, labels), 0.0
     layers = {"0.weight": 1, "0.bias": 1, "3.weight": 2, "3.bias": 2}
     for name, parameter in task.parameters.items():
@@ -52,7 +52,7 @@ class TestProjection:
         assert distance(shared, own) <= epsilon * (1 + 4 * torch.finfo(dtype).eps) + rounding
         if distance(robust, own) <= epsilon:
             assert all(torch.equal(shared[name], robust[name]) for name in own)
-        else:  # on the straight line from one to the other
+        else:  # it lies on the straight line between the two
             assert distance(shared, own) + distance(shared, robust) == pytest.approx(
                 distance(own, robust), rel=1e-4 if dtype == torch.float32 else 1e-9
             )
@@ -91,16 +91,15 @@ class TestShare:
         assert robust.max() <= 1
         assert distance(shared, tiny_task.gradients(robust, tiny_batch[1])) == 0
 
-    def test_local_steps_are_each_robust(self, tiny_task, tiny_batch):
+    def test_it_acts_in_every_local_step(self, tiny_task, tiny_batch):
         local = gradveil.LocalSteps(epochs=2, batch_size=3, lr=0.1)
         shared = Refiner(epsilon=1e-3).share(tiny_task, *tiny_batch, generator=seeded(), local=local)
         plain = gradveil.defense("none").share(tiny_task, *tiny_batch, generator=seeded(), local=local)
         assert shared.meta.local == local
-        assert (
-            0 < distance(shared, plain) < 2.1e-3
-        )  # two steps of at most epsilon, and the little they move the weights
+        # Two steps of at most epsilon each, and a little because they move the weights.
+        assert 0 < distance(shared, plain) < 2.1e-3
 
-    def test_what_is_no_image_is_refused(self):
+    def test_inputs_that_are_not_images_are_refused(self):
         task = gradveil.Task(nn.Linear(4, 2), input_shape=(4,), classes=2)
         with pytest.raises(InputError, match=r"refiner: the evaluation network sees images of 1 or 3 channels.*\[4\]"):
             Refiner().share(task, torch.rand(1, 4), torch.tensor([0]))
@@ -108,7 +107,7 @@ class TestShare:
     @pytest.mark.parametrize(
         ("name", "channels"), [(name, 1) for name in models.names()] + [("lenet", 3), ("vit", 3), ("resnet10", 3)]
     )
-    def test_every_model_of_the_zoo(self, name, channels):
+    def test_it_works_on_every_model(self, name, channels):
         shape = (channels, 32, 32)
         task = gradveil.Task(models.create(name, input_shape=shape, classes=3), input_shape=shape, classes=3)
         inputs = torch.rand(2, *shape, generator=seeded())
@@ -120,7 +119,7 @@ class TestShare:
 
 class TestSearch:
     def test_the_slope_is_that_of_the_formula(self, tiny_task, tiny_batch):
-        """Against central differences of an objective computed coordinate by coordinate."""
+        """Compare with central differences of an objective computed coordinate by coordinate."""
         inputs, labels = tiny_batch
         defense, network = Refiner(balance=0.3, decay=0.8), evaluation_network(torch.float64)
         own = tiny_task.gradients(inputs, labels)
@@ -131,11 +130,11 @@ class TestSearch:
 
         weights = defense.weights(own, tiny_task.parameters)
         slope = defense._slope(tiny_task, robust, labels, own, weights, network)
-        for place in [(0, 0, 0, 0), (1, 0, 3, 2), (2, 0, 5, 5)]:
+        for pixel in [(0, 0, 0, 0), (1, 0, 3, 2), (2, 0, 5, 5)]:
             nudge = torch.zeros_like(robust)
-            nudge[place] = 1e-5
+            nudge[pixel] = 1e-5
             expected = (objective(robust + nudge) - objective(robust - nudge)) / 2e-5
-            assert slope[place].item() == pytest.approx(expected, rel=1e-4, abs=1e-10)
+            assert slope[pixel].item() == pytest.approx(expected, rel=1e-4, abs=1e-10)
 
     def test_it_lowers_the_objective(self, tiny_task, tiny_batch):
         inputs, labels = tiny_batch
@@ -157,7 +156,7 @@ class TestSearch:
         assert (moved > 0).all()
         assert (moved <= 7 * refiner.STEP + 1e-12).all()
 
-    def test_modules_are_layers(self):
+    def test_parameters_of_one_module_share_a_layer_number(self):
         task = gradveil.Task(
             models.create("lenet", input_shape=(1, 28, 28), classes=3), input_shape=(1, 28, 28), classes=3
         )
@@ -169,23 +168,23 @@ class TestSearch:
 
 class TestWarmStart:
     def iterations_of(self, monkeypatch, defense):
-        taken = []
+        calls = []
         original = Refiner._slope
 
         def counted(self, *arguments):
-            taken.append(1)
+            calls.append(1)
             return original(self, *arguments)
 
         monkeypatch.setattr(Refiner, "_slope", counted)
 
         def share(task, batch, memory):
-            taken.clear()
+            calls.clear()
             defense.share(task, *batch, generator=seeded(), memory=memory)
-            return len(taken)
+            return len(calls)
 
         return share
 
-    def test_half_the_iterations_where_every_sample_is_known(self, monkeypatch, tiny_task, tiny_batch):
+    def test_half_the_iterations_if_every_sample_is_known(self, monkeypatch, tiny_task, tiny_batch):
         share = self.iterations_of(monkeypatch, Refiner(iterations=5))
         memory = {}
         inputs, labels = tiny_batch
@@ -196,33 +195,33 @@ class TestWarmStart:
         assert share(tiny_task, tiny_batch, {}) == 5
         assert share(tiny_task, tiny_batch, None) == 5
 
-    def test_each_sample_goes_on_where_it_was(self, tiny_task, tiny_batch):
+    def test_each_sample_continues_from_its_previous_robust_data(self, tiny_task, tiny_batch):
         memory, defense = {}, Refiner(iterations=2)
         inputs, labels = tiny_batch
         defense.share(tiny_task, inputs, labels, generator=seeded(), memory=memory)
         before = memory["trained_on"]
         defense.share(tiny_task, inputs.flip(0), labels.flip(0), generator=seeded(1), memory=memory)
         moved = (memory["trained_on"].flip(0) - before).flatten(1).square().mean(1).sqrt()
-        assert (moved <= refiner.STEP + 1e-3).all()  # one step, and the rounding of what is kept
+        assert (moved <= refiner.STEP + 1e-3).all()  # one step, and the rounding of the stored data
 
-    def test_the_memory_is_bounded_and_forgets_what_was_unused_for_longest(self, monkeypatch, tiny_task, tiny_batch):
+    def test_the_memory_is_bounded_and_drops_the_least_recently_used_sample(self, monkeypatch, tiny_task, tiny_batch):
         monkeypatch.setattr(refiner, "WARM_BYTES", 3 * 2 * 36)  # three images of 36 values
         share = self.iterations_of(monkeypatch, Refiner(iterations=2))
         memory = {}
         images = torch.rand(5, 1, 6, 6, generator=seeded(3), dtype=torch.float64)
 
-        def one(index):
+        def sample(index):
             return images[index : index + 1], torch.tensor([0])
 
         for index in (0, 1, 2):
-            assert share(tiny_task, one(index), memory) == 2
-        assert share(tiny_task, one(0), memory) == 1  # used again: 1 is now the oldest
-        assert share(tiny_task, one(3), memory) == 2
+            assert share(tiny_task, sample(index), memory) == 2
+        assert share(tiny_task, sample(0), memory) == 1  # used again, so sample 1 is now the oldest
+        assert share(tiny_task, sample(3), memory) == 2
         assert len([key for key in memory if key != "trained_on"]) == 3
-        assert share(tiny_task, one(0), memory) == 1
-        assert share(tiny_task, one(1), memory) == 2
+        assert share(tiny_task, sample(0), memory) == 1
+        assert share(tiny_task, sample(1), memory) == 2
 
-    def test_a_scoped_memory_serves_too(self, tiny_task, tiny_batch):
+    def test_it_works_with_a_scoped_memory(self, tiny_task, tiny_batch):
         memory = {}
         chain = gradveil.defense("refiner+top-k:keep=0.5")
         for _ in range(2):
@@ -246,13 +245,13 @@ class TestBlendedStart:
         Refiner(blend=blend).share(task, images, labels, generator=seeded(), memory=memory)
         return memory["trained_on"]
 
-    def test_without_it_the_network_is_fooled(self, photographs):
+    def test_without_blending_the_network_is_fooled(self, photographs):
         robust = self.robust_data(photographs, 0.0)
         assert metrics.psnr(photographs[0], robust).min() > 18
         assert metrics.noise_ratio(photographs[0]).median() < 0.1
         assert metrics.noise_ratio(robust).median() > 0.5
 
-    def test_with_it_the_image_is_under_noise(self, photographs):
+    def test_with_blending_the_image_is_under_noise(self, photographs):
         robust = self.robust_data(photographs, 0.5)
         assert metrics.psnr(photographs[0], robust).max() < 15
         assert metrics.noise_ratio(robust).min() > 0.8

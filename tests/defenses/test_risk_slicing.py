@@ -28,11 +28,11 @@ def prepared(task, batch, **parameters) -> RiskSlicing:
 
 
 def slice_risks(slice_of, risks, slices) -> torch.Tensor:
-    """The risk in each slice, coordinate by coordinate."""
+    """The risk of each slice, summed coordinate by coordinate."""
     total = torch.zeros(slices, dtype=torch.float64)
     for name, numbers in slice_of.items():
-        each = torch.full((numbers.numel(),), risks[name] / numbers.numel(), dtype=torch.float64)
-        total.index_add_(0, numbers.flatten().long(), each)
+        coordinate_risks = torch.full((numbers.numel(),), risks[name] / numbers.numel(), dtype=torch.float64)
+        total.index_add_(0, numbers.flatten().long(), coordinate_risks)
     return total
 
 
@@ -40,9 +40,9 @@ def test_risk_is_the_mean_frobenius_norm_of_the_jacobian(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     expected = dict.fromkeys(tiny_task.parameters, 0.0)
     for n in range(3):
-        own = labels[n : n + 1]
+        label = labels[n : n + 1]
         jacobian = torch.autograd.functional.jacobian(
-            lambda x, own=own: tuple(tiny_task.gradients(x, own).values()), inputs[n : n + 1]
+            lambda x, label=label: tuple(tiny_task.gradients(x, label).values()), inputs[n : n + 1]
         )
         for name, part in zip(expected, jacobian, strict=True):
             expected[name] += float(part.norm()) / 3
@@ -53,9 +53,9 @@ def test_risk_is_the_mean_frobenius_norm_of_the_jacobian(tiny_task, tiny_batch):
 
 @pytest.mark.parametrize(("model", "side"), [("lenet", 28), ("cnn6", 16)])
 def test_the_ranking_of_layers_is_that_of_the_brute_force_jacobian(model, side):
-    """Three digits, for cnn6 their middles; layers whose true risks differ by less than 5 % may change places.
+    """Three digits (cropped for cnn6); layers whose true risks differ by less than 5 % may swap ranks.
 
-    The whole digits and the whole root set are in experiments/sensitivity.
+    Full-size digits and the complete root set are in experiments/sensitivity.
     """
     digits = data.load("mnist").train
     images, labels = digits.batch(torch.arange(0, len(digits), len(digits) // 3)[:3])
@@ -76,7 +76,7 @@ def test_the_ranking_of_layers_is_that_of_the_brute_force_jacobian(model, side):
 def test_slices_are_balanced_and_every_coordinate_is_in_one(model):
     shape = (3, 32, 32)
     layers = dict(models.create(model, input_shape=shape, classes=10).named_parameters())
-    # Risks as uneven as real ones: a few layers carry most, biases almost none.
+    # Risks as uneven as real ones: a few layers have most of it, biases almost none.
     risks = {name: 1.3 ** -(n % 7) * value.numel() ** 0.3 for n, (name, value) in enumerate(layers.items())}
     slice_of = cut_slices(layers, risks, 10)
     assert {name: value.shape for name, value in slice_of.items()} == {n: v.shape for n, v in layers.items()}
@@ -92,29 +92,29 @@ def test_real_risks_are_balanced_too(tiny_task, tiny_batch):
 
 
 @given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any), slices=st.integers(1, 12))
-def test_blocks_against_a_slow_reference(sizes, slices):
-    """Block by block, with the same greedy rule and no heap."""
+def test_slices_agree_with_a_slow_reference(sizes, slices):
+    """The reference packs block by block, by the same greedy rule but without a heap."""
     layers = {f"l{n}": torch.zeros(size) for n, size in enumerate(sizes)}
     risks = {name: float(n + 1) for n, name in enumerate(layers)}
     block = math.gcd(*[size for size in sizes if size])
     blocks = [(risks[n] * block / len(v), n, i) for n, v in layers.items() for i in range(0, len(v), block)]
-    weights = [[0.0, 0] for _ in range(slices)]
+    loads = [[0.0, 0] for _ in range(slices)]  # risk and number of blocks
     got = cut_slices(layers, risks, slices)
     for risk, name, first in sorted(blocks, key=lambda entry: -entry[0]):
-        number = min(range(slices), key=lambda s: (*weights[s], s))
-        weights[number] = [weights[number][0] + risk, weights[number][1] + 1]
+        number = min(range(slices), key=lambda s: (*loads[s], s))
+        loads[number] = [loads[number][0] + risk, loads[number][1] + 1]
         assert set(got[name][first : first + block].tolist()) == {number}
 
 
-def test_noise_lies_on_the_chosen_slices_alone(tiny_task, tiny_batch):
+def test_noise_is_added_only_to_the_chosen_slices(tiny_task, tiny_batch):
     defense = prepared(tiny_task, tiny_batch, slices=10, ratio=0.35, std=2.0)
     assert defense.noisy_slices == 3
     clean, sent = tiny_task.gradients(*tiny_batch), defense.share(tiny_task, *tiny_batch, generator=seeded())
     changed = torch.cat([(sent[name] != clean[name]).flatten() for name in sent])
     numbers = torch.cat([defense.slice_of[name].flatten() for name in sent])
-    hit = set(numbers[changed].tolist())
-    assert len(hit) == 3
-    assert all(changed[numbers == number].all() for number in hit)
+    noisy = set(numbers[changed].tolist())
+    assert len(noisy) == 3
+    assert all(changed[numbers == number].all() for number in noisy)
     noise = torch.cat([(sent[name] - clean[name]).flatten() for name in sent])[changed]
     assert float(noise.std()) == pytest.approx(2.0, rel=4 / (2 * int(changed.sum())) ** 0.5)
 
@@ -138,20 +138,20 @@ def test_every_slice_is_chosen_as_often_as_chance_says(tiny_task, tiny_batch):
 
 def test_clipping_is_per_example(tiny_task, tiny_batch):
     inputs, labels = tiny_batch
-    alone = [tiny_task.gradients(inputs[n : n + 1], labels[n : n + 1]) for n in range(3)]
-    norms = [math.sqrt(sum(float(v.square().sum()) for v in one.values())) for one in alone]
-    clip = sorted(norms)[1]  # one example stays below, one lies on the edge, one is scaled
+    per_example = [tiny_task.gradients(inputs[n : n + 1], labels[n : n + 1]) for n in range(3)]
+    norms = [math.sqrt(sum(float(v.square().sum()) for v in gradients.values())) for gradients in per_example]
+    clip = sorted(norms)[1]  # one example stays below the limit, one lies on it, one is scaled down
     defense = prepared(tiny_task, tiny_batch, std=0.0, clip=clip)
     sent = defense.share(tiny_task, inputs, labels, generator=seeded())
     for name in sent:
-        expected = sum(one[name] * min(1, clip / norm) for one, norm in zip(alone, norms, strict=True)) / 3
+        expected = sum(g[name] * min(1, clip / norm) for g, norm in zip(per_example, norms, strict=True)) / 3
         torch.testing.assert_close(sent[name], expected)
     assert RiskSlicing(std=0.5, clip=4.0).noise_std == 2.0
     with pytest.raises(InputError, match="risk-slicing: needs the client's data"):
         defense.perturb(tiny_task.gradients(inputs, labels))
 
 
-def test_fedavg_gets_the_noise_once(tiny_task, tiny_batch):
+def test_under_fedavg_noise_is_added_once(tiny_task, tiny_batch):
     local = gradveil.LocalSteps(epochs=3, batch_size=2, lr=0.1)
     for clip in (None, 100.0):
         defense = prepared(tiny_task, tiny_batch, ratio=1.0, std=1.0, clip=clip)
@@ -162,7 +162,7 @@ def test_fedavg_gets_the_noise_once(tiny_task, tiny_batch):
         assert sent.meta.local == local
 
 
-def test_the_server_compensates_by_the_weights(tiny_task, tiny_batch):
+def test_the_server_compensates_according_to_the_weights(tiny_task, tiny_batch):
     defense = prepared(tiny_task, tiny_batch, slices=10, ratio=0.3, std=0.5)
     updates = [Update(tiny_task.gradients(*tiny_batch)), Update(tiny_task.gradients(*tiny_batch))]
     assert defense.aggregate_variance([1.0, 1.0]) == pytest.approx(0.3 * 0.5 * 0.25)
@@ -188,7 +188,7 @@ def test_it_must_be_prepared_for_the_model(tiny_task, tiny_batch):
         defense.perturb({"w": torch.ones(3)})
 
 
-def test_it_can_stand_in_a_chain_unless_it_clips():
+def test_it_can_follow_another_defense_in_a_chain_unless_it_clips():
     assert str(gradveil.defense("top-k:keep=0.5+risk-slicing:std=0.2")).startswith("top-k:keep=0.5+risk-slicing:")
     with pytest.raises(ParameterError, match="risk-slicing needs data and must come first"):
         gradveil.defense("top-k:keep=0.5+risk-slicing:clip=1")

@@ -1,4 +1,4 @@
-"""The linear-time selection against sorting."""
+"""The linear-time selection, compared with sorting."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 def inputs(kind: str, size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(size, generator=generator, dtype=torch.float64)
-    made = {
+    kinds = {
         "normal": values,
         "tied": values.round(),
         "equal": torch.full((size,), -0.3),
@@ -22,10 +22,10 @@ def inputs(kind: str, size: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
         "sparse": values * (values > 1.5),
         "heavy": values.pow(9).clamp(-6e4, 6e4),
         "subnormal": values * torch.finfo(dtype).tiny * 2**-6,
-        # The leading bits are all the same: only the last digit of the radix selection tells them apart.
+        # The leading bits are all the same, so only the last digit of the radix selection distinguishes them.
         "neighbours": 1 + torch.randint(0, 4, (size,), generator=generator) * torch.finfo(dtype).eps,
     }
-    return made[kind].to(dtype)
+    return kinds[kind].to(dtype)
 
 
 KINDS = ["normal", "tied", "equal", "zeros", "sparse", "heavy", "subnormal", "neighbours"]
@@ -42,7 +42,7 @@ def test_the_histogram_selects_what_sorting_selects(kind, size, seed, dtype, upp
     slow = selection._keep_ranks_by_sorting(row[None], first, last)[0]
     assert fast.dtype == dtype
     assert torch.equal(fast, slow)
-    # Zeroed means +0: the wire format counts the bits.
+    # Zeroed values must be +0, because the wire format looks at the bits.
     assert torch.equal(torch.signbit(fast) & (fast == 0), torch.signbit(slow) & (slow == 0))
 
 
@@ -57,12 +57,12 @@ def test_long_rows_of_several_clients(kind, dtype):
     assert marked.gather(1, order).all()
 
 
-def test_short_rows_are_marked_alike():
+def test_the_largest_values_of_short_rows_are_marked():
     rows = torch.tensor([[1.0, -2.0, 2.0, 0.0], [3.0, 3.0, -3.0, 3.0]])
     assert largest(rows, 2).tolist() == [[False, True, True, False], [True, True, False, False]]
     assert not largest(rows, 0).any()
 
 
-def test_rows_that_do_not_lie_one_after_the_other():
+def test_rows_that_are_not_contiguous():
     rows = torch.randn(selection.SHORT + 1, 2, generator=torch.Generator().manual_seed(0)).t()
     assert torch.equal(keep_ranks(rows, 5, 50), selection._keep_ranks_by_sorting(rows, 5, 50))

@@ -1,4 +1,4 @@
-"""The transforms, against what they are by definition, in numpy."""
+"""The transforms, compared with their definitions written in numpy."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from gradveil.defenses import _transforms as transforms
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    """Rather dark, and with enough pixels for an equalisation to do something."""
+    """Rather dark images with enough pixels for equalisation to have an effect."""
     uniform = torch.rand(4, 3, 20, 24, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return (uniform.square() * 255).round() / 255
 
@@ -42,12 +42,12 @@ REFERENCES = {
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_it_is_what_it_says(name, images):
+def test_transforms_agree_with_their_definitions(name, images):
     expected = REFERENCES[name](pixels(images))
-    assert np.abs(pixels(transforms.apply_policy(name, images)) - expected).max() <= 1  # Pillow cuts, we round
+    assert np.abs(pixels(transforms.apply_policy(name, images)) - expected).max() <= 1  # Pillow truncates, we round
 
 
-def test_autocontrast_stretches_to_the_whole_range(images):
+def test_autocontrast_stretches_to_the_full_range(images):
     stretched = transforms.apply_policy("autocontrast", 0.25 + images / 2)
     assert stretched.amin((2, 3)).max() <= 1 / 255
     assert stretched.amax((2, 3)).min() >= 254 / 255
@@ -55,7 +55,7 @@ def test_autocontrast_stretches_to_the_whole_range(images):
 
 @pytest.mark.parametrize("name", transforms.names())
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_transform_gives_images_of_the_same_kind(name, channels, images):
+def test_every_transform_keeps_shape_type_and_range(name, channels, images):
     before = images[:, :channels].float()
     copy = before.clone()
     after = transforms.apply_policy(name, before)

@@ -1,4 +1,4 @@
-"""What the theory of Gradient Dropout predicts, measured."""
+"""Measurements of what the theory of Gradient Dropout predicts."""
 
 import pytest
 import torch
@@ -27,22 +27,22 @@ def test_mean_and_squared_distance_lie_within_three_standard_errors(keep, std):
     squared = error.square()
     measured = float(squared.mean())
     assert abs(measured - theory.dropout_distance(value, keep, std)) < 3 * float(squared.std()) / SIZE**0.5
-    if std == 2.0:  # the slip in the paper's appendix would not pass
+    if std == 2.0:  # the formula with the slip in the paper's appendix would fail
         assert abs(measured - ((1 - keep) / keep * float(value.square().mean()) + (1 - keep) ** 2 * std**2)) > 0.1
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 0.0])
-def test_a_sufficient_keep_gives_the_gap_whatever_the_gradient(scale):
+def test_a_sufficient_keep_exceeds_the_gap_for_any_gradient(scale):
     gap, std = 0.002, 0.1
     keep = theory.sufficient_keep(gap, std) - 0.02
     value = gradient(scale=scale)
     assert float((dropped_out(value, keep, std) - value).square().mean()) > gap
-    if scale == 0:  # for a vanishing gradient the limit is sharp
+    if scale == 0:  # for a zero gradient the limit is tight
         keep = theory.sufficient_keep(gap, std) + 0.02
         assert float((dropped_out(value, keep, std) - value).square().mean()) < gap
 
 
-def test_a_gap_beyond_the_decoys_is_refused():
+def test_a_gap_above_the_variance_of_the_decoys_is_refused():
     with pytest.raises(ParameterError, match="a gap of 0.04 needs decoys of a variance above it, got 0.01; raise std"):
         theory.sufficient_keep(0.04, 0.1)
 

@@ -1,4 +1,4 @@
-"""The rank analysis against dense equations, and against what the attack then recovers."""
+"""The rank analysis, compared with dense equations and with what the attack recovers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from gradveil.theory.rank import gradient_equations, trace
 
 
 def dense_rank(conv, image, signal, known):
-    """Every equation written out, and their rank by singular values."""
+    """The rank of all equations written out as one matrix, from its singular values."""
     inputs = torch.eye(image.numel(), dtype=image.dtype).view(-1, *image.shape[1:])
     forward = F.conv2d(inputs, conv.weight, stride=conv.stride, padding=conv.padding)
     forward = (forward * known).flatten(1).T
@@ -70,8 +70,8 @@ def test_gradient_equations_give_the_weight_gradient(generator):
 
 
 @pytest.mark.parametrize("stride", [1, 3])
-def test_the_ranks_foretell_whether_the_attack_succeeds(stride, generator):
-    """Two kernels on 8 x 8 pixels: enough at stride 1, and with stride 3 most of the image is never told."""
+def test_the_ranks_predict_whether_the_attack_succeeds(stride, generator):
+    """Two kernels on 8 x 8 pixels are enough at stride 1, but at stride 3 most of the image is undetermined."""
     torch.manual_seed(0)
     conv = nn.Conv2d(1, 2, 3, stride=stride, padding=1)
     model = nn.Sequential(conv, nn.LeakyReLU(0.2), nn.Flatten(), nn.LazyLinear(4)).double()
@@ -99,10 +99,10 @@ def test_what_stops_the_recursion_is_named():
     few = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
     reason = recursion_ranks(gradveil.Task(few, input_shape=(1, 8, 8), classes=3))[0].reason
     assert "of 64 input values stay undetermined" in reason
-    assert "the weight gradient tells 1 x 18 of 1 x 64" in reason
+    assert "the weight gradient determines 1 x 18 of 1 x 64" in reason
 
 
-def test_trace_follows_views_but_not_functions(generator):
+def test_trace_marks_leaves_whose_input_is_not_the_previous_output(generator):
     class Doubled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -117,7 +117,7 @@ def test_trace_follows_views_but_not_functions(generator):
     assert [leaf.follows for leaf in trace(task, torch.rand(1, 1, 2, 2, generator=generator))] == [False, False]
 
 
-def test_equations_too_many_for_a_matrix_are_counted(monkeypatch):
+def test_equations_are_counted_if_the_matrix_is_too_large(monkeypatch):
     model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.LeakyReLU(), nn.Flatten(), nn.Linear(18, 3))
     task = gradveil.Task(model, input_shape=(1, 8, 8), classes=3)
     measured = recursion_ranks(task)[0]

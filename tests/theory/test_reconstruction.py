@@ -1,4 +1,4 @@
-"""The bound against the best estimator there is, and against attacks; the utilities against closed forms."""
+"""The bound, compared with the best possible estimator and with attacks; the utilities, with closed forms."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def orthogonal(size, generator):
 
 
 def bayes_error(matrix, noise, prior):
-    """Mean squared error of the posterior mean for a normal prior: the least there is."""
+    """Mean squared error of the posterior mean for a normal prior, which is the smallest possible."""
     precision = matrix.T @ matrix / noise + torch.linalg.inv(prior)
     return float(torch.linalg.inv(precision).trace())
 
@@ -51,26 +51,26 @@ def test_the_bound_is_the_bayes_error_for_an_isotropic_prior_and_an_orthogonal_m
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_bound_never_exceeds_the_bayes_error_and_the_papers_form_does(seed):
-    """Anisotropic prior, little data: the paper puts n times the least eigenvalue for the trace."""
+    """Anisotropic prior, little data: the paper uses n times the smallest eigenvalue in place of the trace."""
     generator = torch.Generator().manual_seed(seed)
     size, noise = 8, 50.0
     matrix = torch.randn(5, size, generator=generator, dtype=torch.float64)
     basis = orthogonal(size, generator)
     prior = basis @ torch.diag(torch.logspace(-3, 1, size, dtype=torch.float64)) @ basis.T
-    data, before = float((matrix.T @ matrix / noise).trace()), torch.linalg.inv(prior)
+    data_information, prior_matrix = float((matrix.T @ matrix / noise).trace()), torch.linalg.inv(prior)
     best = bayes_error(matrix, noise, prior)
-    assert theory.cramer_rao(size, data, float(before.trace())).total <= best
-    papers = theory.cramer_rao(size, data, size * float(torch.linalg.eigvalsh(before).min())).total
-    assert papers > 1.5 * best
+    assert theory.cramer_rao(size, data_information, float(prior_matrix.trace())).total <= best
+    smallest = float(torch.linalg.eigvalsh(prior_matrix).min())
+    assert theory.cramer_rao(size, data_information, size * smallest).total > 1.5 * best
 
 
 def test_nobody_beats_the_bound_on_a_real_gradient(tiny_task, generator):
-    """The strongest attacker we can build, Bayes on the linearised gradient who knows the image before smoothing."""
+    """The strongest attacker we can build: Bayes on the linearised gradient, knowing the image before smoothing."""
     tau, victims = 0.1, 40
     images = torch.rand(victims, 1, 1, 6, 6, generator=generator, dtype=torch.float64)
     label = torch.tensor([1])
     trace = sum(float(v.sum()) for v in tiny_task.sensitivity(images[0], label, None).values())
-    variance = trace * tau**2 / 36  # the update tells about as much as the prior: the bound is near tau^2 / 2
+    variance = trace * tau**2 / 36  # the update says about as much as the prior, so the bound is near tau^2 / 2
     bound = theory.reconstruction_bound(
         tiny_task, [(image, label) for image in images], variance, tau=tau, directions=None, generator=generator
     )
@@ -84,16 +84,16 @@ def test_nobody_beats_the_bound_on_a_real_gradient(tiny_task, generator):
         jacobian = torch.func.jacfwd(
             lambda x: torch.cat([v.flatten() for v in tiny_task.gradient(tiny_task.parameters, x, label).values()])
         )(image).flatten(1)
-        seen = torch.cat([(update[n] - g).flatten() for n, g in tiny_task.gradients(image, label).items()])
+        difference = torch.cat([(update[n] - g).flatten() for n, g in tiny_task.gradients(image, label).items()])
         precision = jacobian.T @ jacobian / variance + torch.eye(36, dtype=torch.float64) / tau**2
-        guess = image + torch.linalg.solve(precision, jacobian.T @ seen / variance).view_as(image)
+        guess = image + torch.linalg.solve(precision, jacobian.T @ difference / variance).view_as(image)
         errors.append(float((guess - smoothed).square().mean()))
     measured = torch.tensor(errors)
     assert float(measured.mean()) > bound.mse
-    assert float(measured.mean()) < tau**2  # the update was of use: the bound is put to a test
+    assert float(measured.mean()) < tau**2  # the update helped the attacker, so this does test the bound
 
 
-def test_what_has_no_bound(tiny_task, tiny_batch, generator):
+def test_which_defenses_have_a_bound(tiny_task, tiny_batch, generator):
     public = tiny_batch
     without = (
         "none",
@@ -119,7 +119,7 @@ def test_what_has_no_bound(tiny_task, tiny_batch, generator):
         assert bound.values == 3 * 36
 
 
-def test_a_value_that_reacts_and_has_no_noise_leaves_no_bound_to_speak_of(tiny_task, tiny_batch):
+def test_the_bound_is_zero_if_a_value_reacts_and_has_no_noise(tiny_task, tiny_batch):
     variance = {name: torch.ones_like(value) for name, value in tiny_task.parameters.items()}
     variance["3.bias"][0] = 0
     assert theory.reconstruction_bound(tiny_task, tiny_batch, variance).total == 0
@@ -132,10 +132,10 @@ def test_the_estimate_agrees_with_the_exact_bound(tiny_task, tiny_batch, generat
 
 
 def test_misfitting_data_is_refused(tiny_task, tiny_batch):
-    with pytest.raises(InputError, match="expected batches of one size, at least one"):
+    with pytest.raises(InputError, match="expected at least one batch, all of the same size"):
         theory.reconstruction_bound(tiny_task, [], 1.0)
     other = tiny_batch[0][:1], tiny_batch[1][:1]
-    with pytest.raises(InputError, match="expected batches of one size"):
+    with pytest.raises(InputError, match="at least one batch, all of the same size"):
         theory.reconstruction_bound(tiny_task, [tiny_batch, other], 1.0)
     with pytest.raises(InputError, match="a variance must not be negative"):
         theory.reconstruction_bound(tiny_task, tiny_batch, -1.0)

@@ -1,4 +1,4 @@
-"""Defenses by name. One file a method; every file in this folder is imported, so a new file is a new method."""
+"""Defenses by name, one file per method. Every file in this folder is imported, so a new file adds a new method."""
 
 import re
 from importlib import import_module
@@ -30,9 +30,9 @@ __all__ = [
 
 
 def create(spec: str, /, **parameters: Any) -> Defense:
-    """Build a defense from its name and parameters, or from one text as the command line takes it.
+    """Build a defense from its name and parameters, or from a spec as written on the command line.
 
-    In the text ``+`` chains defenses, and ``+error-feedback`` wraps all that stands before it.
+    In a spec, ``+`` chains defenses and ``+error-feedback`` wraps everything before it.
 
     >>> create("dual-pruning", k1=0.1)
     gradveil.defense('dual-pruning', k1=0.1, k2=0.75)
@@ -44,18 +44,18 @@ def create(spec: str, /, **parameters: Any) -> Defense:
         raise ParameterError(f"{spec}: give parameters in the text or as keywords, not both")
     parts: list[Defense] = []
     for link in links:
-        name, given = parse_spec(link)
+        name, own_parameters = parse_spec(link)
         if name == "error-feedback":
             if not parts:
                 raise ParameterError("error-feedback wraps a defense: write NAME+error-feedback")
-            unknown = sorted(set(given) - {"decay", "clip"})
+            unknown = sorted(set(own_parameters) - {"decay", "clip"})
             if unknown:
                 raise UnknownNameError(f"error-feedback: unknown parameter {unknown[0]!r}; it takes: decay, clip")
-            parts = [ErrorFeedback(_join(parts), **given)]
+            parts = [ErrorFeedback(_join(parts), **own_parameters)]
         else:
             if parts:
-                DEFENSES.get(name, "error-feedback")  # after a +, what was meant may be the wrapper
-            parts.append(DEFENSES.create(name, **given, **parameters))
+                DEFENSES.get(name, "error-feedback")  # a misspelled name after + may be meant for the wrapper
+            parts.append(DEFENSES.create(name, **own_parameters, **parameters))
     return _join(parts)
 
 

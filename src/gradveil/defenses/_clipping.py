@@ -1,4 +1,4 @@
-"""Gradients of single examples, each scaled down to a norm."""
+"""Per-example gradients, each clipped to a norm."""
 
 import torch
 from torch import Tensor
@@ -6,25 +6,25 @@ from torch import Tensor
 from gradveil.core.errors import NotFiniteError, ParameterError
 from gradveil.task import Gradients, Task
 
-MEMORY = 1 << 29
-"""Bytes that the gradients of the examples worked on at once may take."""
+MEMORY_BUDGET = 1 << 29
+"""Bytes that the per-example gradients held at once may take."""
 
-_BELOW = 1 - 2.0**-20  # more than double precision loses in the sum of the squares of 2^30 values
+_MARGIN = 1 - 2.0**-20  # covers more than double precision loses when the squares of 2^30 values are summed
 
 
 def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid: float | None = None) -> Gradients:
-    """The sum over the examples of their gradients, each scaled down to norm `clip` if it is longer.
+    """The sum of the examples' gradients, each scaled down to norm `clip` if it is longer.
 
-    The norm runs over all layers of one example together.
+    The norm is taken over all layers of one example together.
 
     Args:
         task: the model.
         inputs: the examples.
         labels: their labels.
         clip: largest norm of one example's gradient.
-        grid: a power of two. Every value of a clipped gradient is cut towards zero to a multiple of it, so that no
-            example is longer than `clip` whatever rounding did before, and the sum, in double precision, is exact.
-            None: as the model's precision has it, and a gradient that is not finite is refused.
+        grid: a power of two. Every value of a clipped gradient is truncated towards zero to a multiple of it, so that
+            no example exceeds `clip` despite earlier rounding, and the sum, in double precision, is exact. None: work
+            in the model's precision and refuse a gradient that is not finite.
     """
     if grid is not None and clip / grid * len(inputs) >= 2**53:
         raise ParameterError(
@@ -36,9 +36,9 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
         for name, value in task.parameters.items()
     }
     bytes_each = task.dtype.itemsize if grid is None else 8
-    together = max(1, MEMORY // (task.size * bytes_each))
-    for part in torch.split(torch.arange(len(inputs), device=inputs.device), together):
-        gradients = task.per_example_gradients(inputs[part], labels[part])
+    chunk_size = max(1, MEMORY_BUDGET // (task.size * bytes_each))
+    for chunk in torch.split(torch.arange(len(inputs), device=inputs.device), chunk_size):
+        gradients = task.per_example_gradients(inputs[chunk], labels[chunk])
         if grid is not None:
             gradients = {name: value.double() for name, value in gradients.items()}
         squares = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0)
@@ -53,10 +53,10 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
             for name, value in gradients.items():
                 total[name] += torch.tensordot(scale, value, dims=1)
         else:
-            # An example whose gradient overflows counts as zero: to refuse would tell the server that there is one.
-            scale = torch.where(finite, (clip * _BELOW / norms).clamp_max(1) / grid, 0)
+            # An example whose gradient overflows counts as zero: refusing would tell the server that there is one.
+            scale = torch.where(finite, (clip * _MARGIN / norms).clamp_max(1) / grid, 0)
             for name, value in gradients.items():
                 shape = (-1, *[1] * (value.ndim - 1))
-                whole = (torch.where(finite.view(shape), value, 0) * scale.view(shape)).trunc()
-                total[name] += whole.sum(0) * grid
+                grid_steps = (torch.where(finite.view(shape), value, 0) * scale.view(shape)).trunc()
+                total[name] += grid_steps.sum(0) * grid
     return total

@@ -1,4 +1,4 @@
-"""Taking noise out of images: how much there is, and the smoothest image that is so far away."""
+"""Removing noise from images: estimating its level, and finding the smoothest image at that distance."""
 
 import math
 
@@ -10,7 +10,7 @@ DENOISING_STEPS = 500
 
 
 def noise_deviation(images: Tensor) -> Tensor:
-    """Standard deviation [N] of white noise in images [N, C, H, W], blind to what is linear in them.
+    """Standard deviation [N] of white noise in images [N, C, H, W]; linear slopes in the images do not affect it.
 
     References:
         Immerkær, Fast Noise Variance Estimation, Computer Vision and Image Understanding 1996.
@@ -19,9 +19,9 @@ def noise_deviation(images: Tensor) -> Tensor:
     >>> round(noise_deviation(torch.linspace(0, 1, 64).expand(1, 1, 64, 64) + noise).item(), 2)
     0.1
     """
-    second = torch.tensor([1.0, -2.0, 1.0], dtype=images.dtype, device=images.device)
-    mask = torch.outer(second, second)[None, None]
-    response = F.conv2d(images.flatten(0, 1)[:, None], mask).view(len(images), -1)
+    second_difference = torch.tensor([1.0, -2.0, 1.0], dtype=images.dtype, device=images.device)
+    kernel = torch.outer(second_difference, second_difference)[None, None]
+    response = F.conv2d(images.flatten(0, 1)[:, None], kernel).view(len(images), -1)
     deviation: Tensor = math.sqrt(math.pi / 2) / 6 * response.abs().mean(dim=1)
     return deviation
 
@@ -31,22 +31,22 @@ def denoise(images: Tensor, deviation: Tensor) -> Tensor:
 
     .. math:: \min_u TV(u) + |u - z|^2 / (2 \lambda)
 
-    by Chambolle's projections, with lambda adjusted after every step until the distance is as wanted. The channels'
-    derivatives at a pixel count as one vector, so edges stay where they are in all channels.
+    by Chambolle's projections, with lambda adjusted after every step until the distance is the requested one. The
+    channels' derivatives at a pixel count as one vector, so edges stay aligned across channels.
 
     References:
         Chambolle, An Algorithm for Total Variation Minimization and Applications, Journal of Mathematical Imaging and
         Vision 2004.
     """
-    wanted = deviation.view(-1, 1, 1, 1)
-    strength = wanted.clamp_min(1e-6)
+    target = deviation.view(-1, 1, 1, 1)
+    strength = target.clamp_min(1e-6)
     dual = torch.zeros(2, *images.shape, dtype=images.dtype, device=images.device)
     for _ in range(DENOISING_STEPS):
         slope = _derivatives(_divergence(dual) - images / strength)
         length = slope.square().sum(dim=(0, 2), keepdim=True).sqrt()
         dual = (dual + 0.125 * slope) / (1 + 0.125 * length)
         distance = (strength * _divergence(dual)).square().mean(dim=(1, 2, 3), keepdim=True).sqrt()
-        strength = (strength * wanted / distance.clamp_min(1e-12)).clamp(1e-6, 1e3)
+        strength = (strength * target / distance.clamp_min(1e-12)).clamp(1e-6, 1e3)
     return images - strength * _divergence(dual)
 
 
@@ -60,6 +60,6 @@ def _derivatives(images: Tensor) -> Tensor:
 def _divergence(field: Tensor) -> Tensor:
     """Minus the transpose of `_derivatives`."""
     down, across = field[0][..., :-1, :], field[1][..., :, :-1]
-    below = F.pad(down, (0, 0, 0, 1)) - F.pad(down, (0, 0, 1, 0))
-    beside = F.pad(across, (0, 1, 0, 0)) - F.pad(across, (1, 0, 0, 0))
-    return below + beside
+    vertical = F.pad(down, (0, 0, 0, 1)) - F.pad(down, (0, 0, 1, 0))
+    horizontal = F.pad(across, (0, 1, 0, 0)) - F.pad(across, (1, 0, 0, 0))
+    return vertical + horizontal

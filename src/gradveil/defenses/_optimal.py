@@ -1,7 +1,7 @@
-"""What the optimal defenses share: who leaks how much per unit of use, measured on the client's own data or on public.
+"""What the optimal defenses share: how much each coordinate leaks relative to its utility, on own or on public data.
 
-All three weigh the squared sensitivity of a coordinate, s_i^2 = |d g_i / d x|^2, which feeds the reconstruction bound,
-against its squared gradient g_i^2, which feeds the utility.
+All three weigh the squared sensitivity of a coordinate, s_i^2 = |d g_i / d x|^2, which enters the reconstruction bound,
+against its squared gradient g_i^2, which enters the utility.
 """
 
 import math
@@ -26,36 +26,36 @@ SMALLEST_GRADIENT = 1e-6
 
 
 GUESSES = 10
-"""Random images from which an attacker guesses where the local form puts its noise."""
+"""Number of random batches from which an attacker guesses where the local form puts its noise."""
 
 
 class Measured(NamedTuple):
-    """The global form's means over public examples: E s^2 and E g^2 of every coordinate."""
+    """E s^2 and E g^2 of every coordinate, as means over public examples, for the global form."""
 
     sensitivity: Tensors
     weight: Tensors
 
 
 class SensitivityDriven(StepDefense):
-    """A defense that treats each coordinate by its sensitivity and its gradient.
+    """A defense that treats each coordinate according to its sensitivity and its gradient.
 
-    In the local form both are those of the client's batch at the current weights, or, with ``every=r``, the
-    sensitivity is that of the client's batch up to r - 1 rounds ago (kept in its `memory`). In the global form they
-    are means over single public examples, taken once in `prepare`.
+    In the local form both come from the client's batch at the current weights; with ``every=r``, the sensitivity may
+    be up to r - 1 rounds old (it is kept in the client's `memory`). In the global form both are means over single
+    public examples, measured once in `prepare`.
 
-    Under FedAvg it acts in every local step; with ``every`` above 1 the sensitivity is that of the first step.
+    Under FedAvg it acts in every local step; with ``every`` above 1, all steps use the sensitivity of the first one.
 
-    Subclasses declare the parameters below and write `defend`.
+    Subclasses declare the parameters below and implement `defend`.
     """
 
     directions: int
     form: str
     every: int
     layerwise: bool
-    measured: Measured | None  # the global form's, once prepared
+    measured: Measured | None  # only in the global form, after `prepare`
 
     def check(self) -> None:
-        """The global form measures once."""
+        """Refuse `every` in the global form, which measures once."""
         if self.form == "global" and self.every > 1:
             raise ParameterError(
                 f"{self.name}: every must be 1 in the global form, which measures once in prepare, got {self.every}"
@@ -63,13 +63,13 @@ class SensitivityDriven(StepDefense):
 
     @property
     def needs_preparing(self) -> bool:  # type: ignore[override]
-        """The global form does."""
+        """Whether this is the global form."""
         return self.form == "global"
 
     @property
     @abstractmethod
     def idle(self) -> bool:
-        """Whether the parameters make it the identity."""
+        """Whether its parameters make it the identity."""
 
     @abstractmethod
     def defend(
@@ -78,18 +78,18 @@ class SensitivityDriven(StepDefense):
         """The defended gradients of one step.
 
         Args:
-            gradients: the client's, not to be changed.
+            gradients: the client's gradients, which must not be changed.
             sensitivity: s^2 of every coordinate.
-            weight: g^2 of every coordinate; in the global form not this client's.
+            weight: g^2 of every coordinate; in the global form that of the public examples.
             source: the client's randomness.
         """
 
     def clipped(self, gradients: Gradients) -> Gradients:
-        """The gradients as they are before the noise; a coordinate that is changed here does not react to inputs."""
+        """The gradients before the noise is added; a coordinate that is clipped here no longer reacts to the input."""
         return gradients
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
-        """In the global form: measure on the public examples, one at a time."""
+        """In the global form, measure the public examples one at a time."""
         if self.form == "local":
             return Prepared(self, task)
         if public is None:
@@ -108,20 +108,20 @@ class SensitivityDriven(StepDefense):
         return Prepared(type(self)(**{**self.parameters, "measured": measured}), task)
 
     def make_update(self, client: ClientRound) -> Update:
-        """Compute the client's update from defended steps."""
+        """Compute the client's update from defended steps, after checking that it can."""
         if self.form == "global":
             self._check_prepared(client.task)
         if self.every > 1:
             if client.memory is None:
                 raise InputError(
-                    f"{self.name}: every={self.every} needs memory=, a mapping that is the client's own and lives "
+                    f"{self.name}: every={self.every} needs memory=, a mapping that belongs to the client and is kept "
                     "through all rounds"
                 )
-            _start_round(client.memory, self.every)
+            _expire_sensitivity(client.memory, self.every)
         return super().make_update(client)
 
     def step(self, client: ClientRound) -> Gradients:
-        """Measure the sensitivity, or recall it, and defend."""
+        """Measure the sensitivity or recall it, then defend the gradients."""
         task, source, memory = client.task, client.source, client.memory
         batch = client.inputs, client.targets
         gradients = task.gradients(*batch)
@@ -141,7 +141,7 @@ class SensitivityDriven(StepDefense):
     def _check_prepared(self, task: Task) -> None:
         if self.measured is None:
             raise InputError(
-                f"{self.name}: the global form is not measured yet; call prepare(task, public=(inputs, labels)) once"
+                f"{self.name}: the global form is not prepared yet; call prepare(task, public=(inputs, labels)) once"
             )
         expected, got = shapes_of(self.measured.sensitivity), shapes_of(task.parameters)
         if got != expected:
@@ -149,21 +149,22 @@ class SensitivityDriven(StepDefense):
 
 
 class SensitivityNoise(SensitivityDriven):
-    """One that adds noise: subclasses also write `variance`."""
+    """A sensitivity-driven defense that adds noise: subclasses also implement `variance`."""
 
     has_adaptive_attacker = True
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips candidates as the client does, and trusts each coordinate by its noise (`variance`).
+        """Clip candidates as the client does, and trust each coordinate according to its noise (`variance`).
 
-        In the local form the noise of each coordinate depends on the image and can only be guessed. Trusting all alike
-        then does as well on a LeNet, and better on a resnet18, where the guess misleads (experiments/adaptive).
+        In the local form the noise of each coordinate depends on the image and can only be guessed. Trusting all
+        coordinates alike then does as well on a LeNet, and better on a resnet18, where the guess is misleading
+        (experiments/adaptive).
         """
         if self.idle:
             return NOTHING_TO_KNOW
-        of_a_step = self._guessed_variance(task, sizes_of(local, batch_size)[0])
-        variance = {name: squared_weight_of(local, batch_size) * value for name, value in of_a_step.items()}
-        typical = typical_variance(variance)  # 0: it only clips
+        step_variance = self._guessed_variance(task, sizes_of(local, batch_size)[0])
+        variance = {name: squared_weight_of(local, batch_size) * value for name, value in step_variance.items()}
+        typical = typical_variance(variance)  # 0 if the defense only clips
         expect = None if local else each_round(self.clipped)
         weighted = Knowledge(
             "trusts each coordinate by the noise it should have, weighs a prior",
@@ -178,7 +179,7 @@ class SensitivityNoise(SensitivityDriven):
         return {"prior": prior, "weighted": weighted}
 
     def checked(self, noisy: Gradients) -> Gradients:
-        """What may leave: finite values only."""
+        """The noisy gradients; refused if they are not finite."""
         check_result(self, noisy)
         return noisy
 
@@ -187,7 +188,7 @@ class SensitivityNoise(SensitivityDriven):
         """The noise variance of each coordinate, from its s^2 and g^2."""
 
     def _guessed_variance(self, task: Task, batch_size: int) -> Gradients:
-        """The variance in use: known in the global form; in the local one that of random inputs, averaged."""
+        """The variance that the attacker assumes: exact in the global form, else the mean over random batches."""
         if self.measured is not None:
             return self.variance(*self.measured)
         generator = derived_generator(0, "guessed variance", device=task.device)
@@ -203,15 +204,16 @@ class SensitivityNoise(SensitivityDriven):
         return total
 
 
-# What a client remembers of its sensitivity: the tensors, and for how many more rounds they serve.
+# A client's memory holds its sensitivity, and for how many more rounds it may be used.
 
 
-def _start_round(memory: Memory, every: int) -> None:
-    left = int(memory["rounds-left"]) if "rounds-left" in memory else 0
-    if left == 0:
+def _expire_sensitivity(memory: Memory, every: int) -> None:
+    """Count down at the start of a round; forget the sensitivity when its rounds are used up."""
+    rounds_left = int(memory["rounds-left"]) if "rounds-left" in memory else 0
+    if rounds_left == 0:
         for key in [key for key in memory if key.startswith("sensitivity/")]:
             del memory[key]
-    memory["rounds-left"] = torch.tensor(left - 1 if left else every - 1)
+    memory["rounds-left"] = torch.tensor(rounds_left - 1 if rounds_left else every - 1)
 
 
 def _recall(memory: Memory | None, gradients: Gradients) -> Gradients | None:
@@ -236,19 +238,19 @@ def optimal_variance(
     layerwise: bool = False,
     where: Mapping[str, Tensor] | None = None,
 ) -> Gradients:
-    r"""The noise variance of each coordinate that leaks least for its cost in utility, with mean ``std^2``.
+    r"""The noise variance of each coordinate, with mean ``std^2``, that leaks least for its cost in utility.
 
     .. math:: \Sigma_{ii} = \lambda \, s_i / \max(|g_i|, c)
 
-    minimises :math:`\sum_i s_i^2 / \Sigma_{ii}` at given :math:`\sum_i g_i^2 \Sigma_{ii}`. First the ratios are cut
-    at `cap` times their median, then they are scaled. Where nothing is sensitive at all the noise is uniform.
+    minimises :math:`\sum_i s_i^2 / \Sigma_{ii}` for a given :math:`\sum_i g_i^2 \Sigma_{ii}`. The ratios are first
+    capped at `cap` times their median and then scaled. If no coordinate is sensitive at all, the noise is uniform.
 
     Args:
         sensitivity: s^2 by layer.
         weight: g^2 by layer.
         std: square root of the mean variance.
-        cap: largest ratio, as a multiple of the median of those that are not zero; None: no limit.
-        layerwise: one variance a layer, of the sums over the layer.
+        cap: largest ratio, as a multiple of the median of the nonzero ratios; None: no limit.
+        layerwise: whether to use one variance per layer, from the sums over the layer.
         where: True for coordinates that get noise; the others get none and do not count. Default: all.
 
     >>> s2, g2 = {"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 1.0])}
@@ -269,15 +271,15 @@ def optimal_variance(
         if where is not None:
             ratios[name] = ratios[name] * where[name]
     flat = torch.cat([ratios[name].flatten() for name in names])
-    noisy = flat.numel() if where is None else sum(int(where[name].sum()) for name in names)
+    noisy_count = flat.numel() if where is None else sum(int(where[name].sum()) for name in names)
     if cap is not None and bool((flat > 0).any()):
         limit = cap * float(flat[flat > 0].median())
         ratios = {name: value.clamp_max(limit) for name, value in ratios.items()}
     total = math.fsum(float(value.sum()) for value in ratios.values())
     if total == 0:
         ratios = {name: torch.ones_like(ratios[name]) if where is None else where[name].double() for name in names}
-        total = float(noisy)
-    scale = std**2 * noisy / total if total else 0.0
+        total = float(noisy_count)
+    scale = std**2 * noisy_count / total if total else 0.0
     return {
         name: (scale * ratios[name]).to(value.dtype) if name in ratios else torch.zeros_like(value)
         for name, value in sensitivity.items()
@@ -285,5 +287,5 @@ def optimal_variance(
 
 
 def add_noise(gradients: Mapping[str, Tensor], variance: Mapping[str, Tensor], std: float, source: Source) -> Gradients:
-    """The gradients with independent normal noise of these variances, whose mean is `std` squared."""
+    """The gradients plus independent normal noise of these variances, whose mean is `std` squared."""
     return {name: source.add_normal(value, variance[name].sqrt(), typical=std) for name, value in gradients.items()}

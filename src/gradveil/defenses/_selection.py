@@ -8,21 +8,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 SHORT = 4096
-"""Rows of at most this many values are sorted all together; longer ones are searched by histogram, one at a time."""
+"""Rows of at most this many values are sorted in one batch; longer ones are searched by histogram, one at a time."""
 
-_DIGIT = 16  # bits of a magnitude that one histogram tells apart
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_DIGIT_BITS = 16  # bits of a magnitude that one histogram covers
+_INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def share_of(share: float, count: int, rounding: Callable[[float], int]) -> int:
-    """`share` of `count`, rounded; 0.05 * 20 is 1 although it is a little more in floating point."""
+    """`share` times `count`, rounded; 0.07 * 100 counts as 7 although it is a little more in floating point."""
     return rounding(round(share * count, 9))
 
 
 def keep_ranks(rows: Tensor, first: int, last: int) -> Tensor:
-    """Zero all but the values whose rank by falling magnitude, in their row, lies in [first, last).
+    """Zero all values except those whose rank in their row, by falling magnitude, lies in [first, last).
 
-    Equal magnitudes are ranked by position, so exactly ``last - first`` values stay in every row.
+    Equal magnitudes are ranked by position, so exactly ``last - first`` values remain in every row.
     """
     if rows.shape[1] <= SHORT:
         return _keep_ranks_by_sorting(rows, first, last)
@@ -30,15 +30,15 @@ def keep_ranks(rows: Tensor, first: int, last: int) -> Tensor:
 
 
 def largest(rows: Tensor, count: int) -> Tensor:
-    """Where the `count` values of largest magnitude lie in each row; ties go to the earlier position."""
+    """A mask of the `count` values of largest magnitude in each row; ties go to the earlier position."""
     if rows.shape[1] <= SHORT:
         order = rows.abs().argsort(dim=1, descending=True, stable=True)[:, :count]
         return torch.zeros_like(rows, dtype=torch.bool).scatter(1, order, True)
-    marks = []
+    masks = []
     for row in rows:
         [(threshold, ties)] = _cuts(row, [count])
-        marks.append((row.abs() > threshold).index_fill(0, ties, True))
-    return torch.stack(marks)
+        masks.append((row.abs() > threshold).index_fill(0, ties, True))
+    return torch.stack(masks)
 
 
 def _keep_ranks_by_sorting(rows: Tensor, first: int, last: int) -> Tensor:
@@ -49,7 +49,7 @@ def _keep_ranks_by_sorting(rows: Tensor, first: int, last: int) -> Tensor:
 def _keep_ranks_by_histogram(row: Tensor, first: int, last: int) -> Tensor:
     row = row.contiguous()
     (upper, removed_ties), (lower, kept_ties) = _cuts(row, [first, last])
-    # Shrinking keeps what is larger than the threshold, in one pass; what is above the band then cancels exactly.
+    # One pass of shrinking keeps the values above a threshold; those above the band then cancel exactly.
     kept = F.hardshrink(row, lower)
     kept[kept_ties] = row[kept_ties]
     if first:
@@ -59,19 +59,19 @@ def _keep_ranks_by_histogram(row: Tensor, first: int, last: int) -> Tensor:
 
 
 def _cuts(row: Tensor, counts: list[int]) -> list[tuple[float, Tensor]]:
-    """Split off the `count` largest values of a row, for each count: all above a threshold, and some equal to it.
+    """Where to cut off the `count` largest values of a row, for each count: all above a threshold, some equal to it.
 
-    The bits of a magnitude, read as a whole number, order like the magnitude. A histogram of their leading digit
-    tells in which bin the cut lies, one of the next digit inside that bin goes on, until all candidates are equal:
-    a radix selection. Each pass is linear, and only the first looks at more than a bin.
+    This is a radix selection. The bits of a magnitude, read as an integer, are ordered like the magnitude. A histogram
+    of their leading digit finds the bin in which the cut lies, a histogram of the next digit inside that bin narrows it
+    down, and so on until all candidates are equal. Each pass is linear, and only the first looks at more than one bin.
 
     Returns:
-        For each count the threshold and the positions of those equal to it that belong to the largest.
+        For each count, the threshold and the positions of the values equal to it that belong to the largest.
     """
     magnitudes = row.abs()
-    keys = magnitudes.view(_INTEGERS[row.element_size()])
-    bits = 8 * row.element_size() - 1  # the sign is gone
-    shifts = [*range(bits - _DIGIT, 0, -_DIGIT), 0]
+    keys = magnitudes.view(_INTEGER_OF_SIZE[row.element_size()])
+    bits = 8 * row.element_size() - 1  # without the sign
+    shifts = [*range(bits - _DIGIT_BITS, 0, -_DIGIT_BITS), 0]
     digits = keys >> shifts[0]
     from_top = digits.bincount(minlength=1).flip(0).cumsum(0)
     cuts = []
@@ -79,17 +79,17 @@ def _cuts(row: Tensor, counts: list[int]) -> list[tuple[float, Tensor]]:
         if count == 0:
             cuts.append((torch.inf, torch.empty(0, dtype=torch.long, device=row.device)))
             continue
-        positions, left = _inside(digits, from_top, count)
-        for before, shift in itertools.pairwise(shifts):
-            candidates = (keys[positions] >> shift) & ((1 << (before - shift)) - 1)
-            inside, left = _inside(candidates, candidates.bincount(minlength=1).flip(0).cumsum(0), left)
-            positions = positions[inside]
-        cuts.append((magnitudes[positions[0]].item(), positions[:left]))
+        positions, needed = _cut_bin(digits, from_top, count)
+        for previous_shift, shift in itertools.pairwise(shifts):
+            candidates = (keys[positions] >> shift) & ((1 << (previous_shift - shift)) - 1)
+            in_bin, needed = _cut_bin(candidates, candidates.bincount(minlength=1).flip(0).cumsum(0), needed)
+            positions = positions[in_bin]
+        cuts.append((magnitudes[positions[0]].item(), positions[:needed]))
     return cuts
 
 
-def _inside(digits: Tensor, from_top: Tensor, count: int) -> tuple[Tensor, int]:
+def _cut_bin(digits: Tensor, from_top: Tensor, count: int) -> tuple[Tensor, int]:
     """Positions whose digit is that of the `count`-th largest, and how many of them are among the `count` largest."""
-    place = int(torch.searchsorted(from_top, count))
-    above = int(from_top[place - 1]) if place else 0
-    return (digits == len(from_top) - 1 - place).nonzero().flatten(), count - above
+    bins_above = int(torch.searchsorted(from_top, count))
+    values_above = int(from_top[bins_above - 1]) if bins_above else 0
+    return (digits == len(from_top) - 1 - bins_above).nonzero().flatten(), count - values_above

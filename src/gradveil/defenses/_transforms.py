@@ -1,8 +1,8 @@
-"""Image transforms by name: the space in which `ats` looks for its policies.
+"""Image transforms by name: the space in which `ats` searches for its policies.
 
-A transform is written ``NAME@AMOUNT`` (``rotate@-30``), or ``NAME`` where there is no amount; a policy is a sequence of
-them joined by ``>``, applied from left to right. The operations are Pillow's, on 8-bit images, as in the AutoAugment
-family: values are rounded to 1/255. Where an image is moved, what comes in from outside is mid-grey.
+A transform is written ``NAME@AMOUNT`` (``rotate@-30``), or just ``NAME`` if it has no amount; a policy is a sequence of
+transforms joined by ``>``, applied from left to right. The operations are Pillow's, on 8-bit images, as in the
+AutoAugment family: values are rounded to 1/255. When an image is moved, the area that becomes free is mid-grey.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,21 +27,21 @@ else:
     )
 
 SEPARATOR = ">"
-OUTSIDE = 128  # mid-grey
+FILL = 128  # mid-grey
 
 
 def _affine(picture: Picture, matrix: Sequence[float]) -> Picture:
-    """Each pixel (x, y) of the result is that of ``(a x + b y + c, d x + e y + f)`` in `picture`."""
-    outside = (OUTSIDE,) * len(picture.getbands())
-    return picture.transform(picture.size, Image.Transform.AFFINE, list(matrix), fillcolor=outside)
+    """Each pixel (x, y) of the result is the pixel ``(a x + b y + c, d x + e y + f)`` of `picture`."""
+    fill = (FILL,) * len(picture.getbands())
+    return picture.transform(picture.size, Image.Transform.AFFINE, list(matrix), fillcolor=fill)
 
 
 def _rotate(picture: Picture, degrees: float) -> Picture:
-    return picture.rotate(degrees, fillcolor=(OUTSIDE,) * len(picture.getbands()))
+    return picture.rotate(degrees, fillcolor=(FILL,) * len(picture.getbands()))
 
 
-# Amounts: shear in pixels a pixel, translation in shares of the side, rotation in degrees, solarisation threshold and
-# enhancement factors as Pillow has them (factor 1 changes nothing), posterisation in bits kept.
+# Amounts: shear in pixels per pixel, translation as a share of the side, rotation in degrees, solarisation threshold
+# and enhancement factors as in Pillow (factor 1 changes nothing), posterisation in bits kept.
 _WITH_AMOUNT: dict[str, tuple[Callable[[Picture, float], Picture], tuple[float, ...]]] = {
     "shear-x": (lambda p, a: _affine(p, (1, a, 0, 0, 1, 0)), (-0.3, -0.15, 0.15, 0.3)),
     "shear-y": (lambda p, a: _affine(p, (1, 0, 0, a, 1, 0)), (-0.3, -0.15, 0.15, 0.3)),
@@ -64,7 +64,7 @@ _WITHOUT_AMOUNT: dict[str, Callable[[Picture], Picture]] = {
 
 
 def names() -> list[str]:
-    """All transforms, written as a policy takes them: 45 of them.
+    """All 45 transforms, written as in a policy.
 
     >>> len(names()), names()[0], names()[-1]
     (45, 'shear-x@-0.3', 'flip')
@@ -104,11 +104,11 @@ def apply_policy(text: str, images: Tensor) -> Tensor:
 
 
 def undo_policy(text: str, images: Tensor) -> Tensor:
-    """What the images were before a policy, as far as it left that in them; the arguments are those of `apply_policy`.
+    """The images before a policy was applied, as far as they can be recovered; see `apply_policy` for the arguments.
 
-    What moves, scales or mirrors is reversed; a posterised value becomes the middle of those it stands for. What was
-    moved out of the image stays grey, what was clipped stays so, and the transforms that go by the whole histogram
-    (equalize, autocontrast) and solarize, which folds it, are left alone.
+    Transforms that move, scale or mirror are reversed; a posterised value becomes the middle of the values it stands
+    for. What was moved out of the image stays grey, and what was clipped stays clipped. Not undone are equalize and
+    autocontrast, which depend on the whole histogram, and solarize, which folds it.
 
     >>> undo_policy("flip>invert", torch.tensor([[[[0.0, 1.0]]]])).tolist()
     [[[[0.0, 1.0]]]]
@@ -119,19 +119,19 @@ def undo_policy(text: str, images: Tensor) -> Tensor:
     return images
 
 
-def _moved_back(name: str) -> Callable[[Tensor, float], Tensor]:
-    """Undo a transform that moves by its amount: move as far the other way."""
+def _move_back(name: str) -> Callable[[Tensor, float], Tensor]:
+    """Undo a transform that moves by its amount: move as far in the opposite direction."""
     move, _ = _WITH_AMOUNT[name]
     return lambda images, amount: torch.stack([_to_tensor(move(_to_picture(i), -amount), i) for i in images])
 
 
-def _away_from(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor, float], Tensor]:
-    """Undo ``base + amount * (image - base)`` for a base that the blending leaves as it was."""
+def _unblend(base: Callable[[Tensor], Tensor]) -> Callable[[Tensor, float], Tensor]:
+    """Undo ``base + amount * (image - base)`` for a base that the blended image has in common with the original."""
     return lambda images, amount: base(images) + (images - base(images)) / amount
 
 
 def _grey(images: Tensor) -> Tensor:
-    """Pillow's brightness: of a colour image, a weighted mean of the channels."""
+    """Brightness as Pillow computes it: for a colour image, a weighted mean of the channels."""
     if images.shape[1] == 1:
         return images
     weights = torch.tensor([0.299, 0.587, 0.114], dtype=images.dtype, device=images.device)
@@ -147,24 +147,24 @@ def _unsharpen(images: Tensor, amount: float) -> Tensor:
     kernel = torch.ones(3, 3, dtype=images.dtype, device=images.device)
     kernel[1, 1] = 5
     kernel = (kernel / 13)[None, None]
-    found = images
-    # The response to a frequency lies between the amount and 1, so this contracts.
+    estimate = images
+    # The response to a frequency lies between the amount and 1, so the iteration is a contraction.
     step = 2 / (1 + amount)
     for _ in range(_UNDO_STEPS):
-        smooth = found.clone()
-        inner = torch.nn.functional.conv2d(found.flatten(0, 1)[:, None], kernel)
+        smooth = estimate.clone()
+        inner = torch.nn.functional.conv2d(estimate.flatten(0, 1)[:, None], kernel)
         smooth[..., 1:-1, 1:-1] = inner.view(*images.shape[:2], *inner.shape[2:])
-        found = found - step * (smooth + amount * (found - smooth) - images)
-    return found
+        estimate = estimate - step * (smooth + amount * (estimate - smooth) - images)
+    return estimate
 
 
 _UNDO_STEPS = 100
 _UNDO: dict[str, Callable[[Tensor, float], Tensor]] = {
-    **{name: _moved_back(name) for name in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate")},
+    **{name: _move_back(name) for name in ("shear-x", "shear-y", "translate-x", "translate-y", "rotate")},
     "posterize": lambda images, bits: images + (2 ** (8 - bits) - 1) / 2 / 255,
-    "contrast": _away_from(_mean_grey),
-    "brightness": _away_from(torch.zeros_like),
-    "saturation": _away_from(_grey),
+    "contrast": _unblend(_mean_grey),
+    "brightness": _unblend(torch.zeros_like),
+    "saturation": _unblend(_grey),
     "sharpness": _unsharpen,
     "invert": lambda images, _: 1 - images,
     "flip": lambda images, _: images.flip(-1),

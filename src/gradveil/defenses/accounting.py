@@ -1,4 +1,4 @@
-"""What a run of DP-SGD has spent: (epsilon, delta) from the dp-accounting library."""
+"""The (epsilon, delta) that a run of DP-SGD has spent, computed by the dp-accounting library."""
 
 import math
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ RELATIONS = {"fixed": "one example replaced by another", "poisson": "one example
 
 @dataclass(frozen=True)
 class PrivacySpent:
-    """A differential-privacy guarantee, and what it is a guarantee of.
+    """A differential-privacy guarantee, and what it guarantees.
 
     Args:
         epsilon: the privacy loss.
         delta: the probability with which it may be larger.
-        sampling: how batches were drawn, which decides what neighbouring data sets are.
-        seeded: whether the noise came from a seeded generator. Then the guarantee is that of the mechanism which was
-            simulated; the updates themselves have none, for whoever sees some of the draws can compute the others.
+        sampling: how batches were drawn, which decides which data sets are neighbours.
+        seeded: whether the noise came from a seeded generator. The guarantee is then that of the simulated mechanism;
+            the updates themselves have none, because anyone who sees some of the draws can compute the others.
 
     Example:
         >>> str(PrivacySpent(1.5, 1e-5, "fixed"))
@@ -38,10 +38,10 @@ class PrivacySpent:
 
     def __str__(self) -> str:
         batches = "fixed-size" if self.sampling == "fixed" else "Poisson-sampled"
-        about = f"{RELATIONS[self.sampling]}; {batches} batches"
+        details = f"{RELATIONS[self.sampling]}; {batches} batches"
         if self.seeded:
-            about += "; simulated with a seeded generator, in use only without one"
-        return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({about})"
+            details += "; simulated with a seeded generator, in use only without one"
+        return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({details})"
 
 
 @lru_cache(maxsize=1024)
@@ -60,23 +60,23 @@ def privacy_spent(
     With ``"fixed"``, a batch of exactly `batch_size` different examples is drawn each round, and neighbouring data
     sets differ in one example that is *replaced*. Replacing moves a sum of gradients clipped to C by up to 2 C, so
     noise of standard deviation ``noise_multiplier * C`` counts only half. Computed by Rényi accounting (Wang, Balle
-    and Kasiviswanathan, AISTATS 2019), an upper bound.
+    and Kasiviswanathan, AISTATS 2019), which gives an upper bound.
 
-    With ``"poisson"``, every example is drawn with probability ``batch_size / examples`` independently, and
+    With ``"poisson"``, every example is drawn independently with probability ``batch_size / examples``, and
     neighbouring data sets differ by one example that is *added or removed*. Computed by privacy-loss distributions,
-    tight up to discretisation. This is the setting of most published figures; the two kinds of epsilon must not be
+    tight up to discretisation. Most published figures are for this setting; the two kinds of epsilon must not be
     compared with each other.
 
     Args:
         noise_multiplier: standard deviation of the noise on the *sum* of clipped gradients, in units of the clip.
-        rounds: rounds in which a batch was drawn.
+        rounds: number of rounds in which a batch was drawn.
         batch_size: size of the batch, or its expectation.
-        examples: examples it was drawn from.
+        examples: number of examples it was drawn from.
         delta: must be well below 1 / examples to mean anything.
         sampling: ``"fixed"`` or ``"poisson"``.
-        passes: noised gradients each drawn example takes part in, in a round (local epochs). Above 1, the drawing of
-            batches is not counted as protection: the theorems on sampling behind these figures are about one Gaussian
-            mechanism a batch, and what is sure of several, each of which sees the ones before, is their composition.
+        passes: number of noised gradients per round that each drawn example takes part in (local epochs). Above 1,
+            sampling is not counted as protection: the sampling theorems behind these figures cover one Gaussian
+            mechanism per batch, and for several that build on each other only their composition is certain.
 
     >>> privacy_spent(noise_multiplier=1.1, rounds=100, batch_size=10, examples=1000, delta=1e-5).epsilon > 1
     True

@@ -26,21 +26,21 @@ class AlignedDualPruning(Perturbation):
 
     1. An elected client publishes the set I of its ``ceil(2 keep n)`` largest values (`announce`).
     2. Every client zeroes its own ``ceil(k1 n)`` largest values, then sends the ``ceil(keep n)`` largest of what is
-       left inside I, or all of it where less is left (`share`).
-    3. The server averages and returns the locations in I, nothing else (`aggregate`). Since both sides know I, the
+       left inside I, or all of it if less is left (`share`).
+    3. The server averages and returns the values inside I, nothing else (`aggregate`). Since both sides know I, the
        aggregate needs no positions at all, and the updates only say which part of I they fill.
 
-    An announcement that does not fit the model, or marks more than it may, is refused and another client elected. A
-    well-formed lie cannot be told from the truth: whoever publishes the locations of its *smallest* values
-    makes everyone's update nearly useless for that round (the paper's own limit; error feedback brings the values
-    back in honest rounds). The announcement also tells the server where the publisher's largest values lie, those
-    that pruning withholds included: the publisher pays for the others' download.
+    An announcement that does not fit the model or marks too many locations is refused, and another client is elected. A
+    well-formed lie cannot be told from the truth: a client that publishes the locations of its *smallest* values makes
+    everyone's update nearly useless for that round (a limitation that the paper names; error feedback brings the values
+    back in honest rounds). The announcement also tells the server where the publisher's largest values lie, including
+    those that pruning withholds: the publisher pays for the others' smaller download.
 
-    A client without an announcement (``announced=None``) follows its own set. Ties are broken by position.
+    A client without an announcement (``announced=None``) uses its own set. Ties are broken by position.
 
     Args:
         k1: share of the largest values that every client withholds.
-        keep: share of values that is sent. k1 = 0 and keep = 1 is the identity.
+        keep: share of values that are sent. k1 = 0 and keep = 1 is the identity.
 
     References:
         Xue et al., Revisiting Gradient Pruning: A Dual Realization for Defending against Gradient Attacks, AAAI 2024,
@@ -64,17 +64,17 @@ class AlignedDualPruning(Perturbation):
     keep: float = number(0.2, above=0, high=1, strength=(1.0, 1e-4), log=True)
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced:
-        """The location set I: a mask a layer."""
+        """The location set I, as one mask per layer."""
         return {name: self._own_set(value.reshape(1, -1)).reshape(value.shape) for name, value in gradients.items()}
 
     def check_announced(self, announced: Announced | None, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse a set of other layers, shapes or types, or a larger one than `publish` makes."""
+        """Refuse a set with other layers, shapes or types, or a larger one than `publish` makes."""
         if announced is None:
             return
         if announced.keys() != parameters.keys():
             differing = sorted(announced.keys() ^ parameters.keys())
             raise InputError(
-                f"{self.name}: expected a location set for each layer of the model, differs in {differing}"
+                f"{self.name}: expected a location set for each layer of the model, but it differs in {differing}"
             )
         for name, mask in announced.items():
             expected = parameters[name]
@@ -88,23 +88,23 @@ class AlignedDualPruning(Perturbation):
                 raise InputError(f"{self.name}: the set of {name!r} may mark {limit} locations, got {marked}")
 
     def locations(self, announced: Announced | None) -> Announced | None:
-        """The announced set: every update and the aggregate lie in it."""
+        """The announced set: all updates and the aggregate are zero outside it."""
         return announced
 
     def perturb_layers(
         self, layers: Mapping[str, Tensor], draws: Draws, announced: Announced | None = None
     ) -> dict[str, Tensor]:
-        """Each client's band inside the set."""
+        """Prune each client's layers inside the announced set."""
         if announced is None:
             return super().perturb_layers(layers, draws)
-        return {name: self._inside(rows, announced[name].flatten()) for name, rows in layers.items()}
+        return {name: self._prune_inside(rows, announced[name].flatten()) for name, rows in layers.items()}
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """Without an announcement: each client inside its own set."""
-        return torch.cat([self._inside(row, self._own_set(row).flatten()) for row in torch.split(rows, 1)])
+        """Without an announcement, prune each client's row inside its own set."""
+        return torch.cat([self._prune_inside(row, self._own_set(row).flatten()) for row in torch.split(rows, 1)])
 
     def combine(self, received: ServerRound) -> Update:
-        """The weighted mean inside the set; what a client sent outside of it is ignored."""
+        """The weighted mean inside the set; anything that a client sent outside it is ignored."""
         mean, announced = received.mean(), received.announced
         self.check_announced(announced, mean)
         if announced is None:
@@ -112,7 +112,7 @@ class AlignedDualPruning(Perturbation):
         return Update({name: value.where(announced[name], 0) for name, value in mean.items()}, mean.meta)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """What arrived is the gradient. The rest is in no order: it may lie outside another client's set."""
+        """What arrived is the gradient. Nothing bounds the rest, which may just lie outside another client's set."""
         return {"arrived": Knowledge("matches what arrived", read=read_arrived, sends_values=True)}
 
     def _set_size(self, values: int) -> int:
@@ -121,7 +121,7 @@ class AlignedDualPruning(Perturbation):
     def _own_set(self, rows: Tensor) -> Tensor:
         return largest(rows, self._set_size(rows.shape[1]))
 
-    def _inside(self, rows: Tensor, marked: Tensor) -> Tensor:
+    def _prune_inside(self, rows: Tensor, marked: Tensor) -> Tensor:
         values = rows.shape[1]
         top = share_of(self.k1, values, math.ceil)
         without_top = keep_ranks(rows, top, values)

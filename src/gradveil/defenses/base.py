@@ -1,4 +1,4 @@
-"""The contract of a defense."""
+"""What every defense implements and declares."""
 
 import dataclasses
 import math
@@ -22,29 +22,29 @@ DEFENSES: Registry["Defense"] = Registry("defense", "gradveil.defenses")
 
 Batch = tuple[Tensor, Tensor]
 
-_DECLARED = {
+_CAPABILITY_FOR = {
     "make_announcement": "announces",
     "publish": "announces",
     "visible": "hides_updates",
     "combine": "aggregates",
     "adapt": "has_adaptive_attacker",
 }
-"""Methods that a defense writes only if it has the capability."""
-_THIN = {
+"""The capability that a defense must declare if it overrides the method."""
+_HOOK_FOR = {
     "share": "make_update",
     "announce": "make_announcement",
     "perturb": "perturb_gradients",
     "aggregate": "combine",
 }
-"""What users call, and what a defense writes instead."""
+"""The method that users call, and the hook behind it that a defense overrides."""
 
 
 class Prepared(NamedTuple):
     """What `Defense.prepare` returns.
 
     Args:
-        defense: the defense with what it measured; the one that was asked is as before.
-        task: the task that clients are to train, changed if the defense changes the model.
+        defense: the defense together with what it measured; the original is left unchanged.
+        task: the task that clients train from now on; another one if the defense changes the model.
     """
 
     defense: "Defense"
@@ -55,14 +55,15 @@ class Defense(Method, ABC):
     """What a client does to its update before anybody sees it, and what the server does with the updates.
 
     A new defense is one file: a frozen dataclass registered with ``@DEFENSES.register(name)`` whose fields are its
-    parameters, declared by `gradveil.core.parameters`. One that needs only gradients derives from `Perturbation`, one
-    that makes the gradient of every step from the client's data from `StepDefense`; any other writes `make_update`.
+    parameters, declared with `gradveil.core.parameters`. A defense that needs only gradients derives from
+    `Perturbation`; one that computes the gradient of every step from the client's data derives from `StepDefense`; any
+    other one implements `make_update`.
 
-    `share`, `announce`, `perturb` and `aggregate` are what users call. A defense writes the methods behind them, which
-    take one object: `make_update`, `make_announcement`, `perturb_gradients` and `combine`.
+    Users call `share`, `announce`, `perturb` and `aggregate`. A defense overrides the hooks behind them, each of which
+    takes one object: `make_update`, `make_announcement`, `perturb_gradients` and `combine`.
 
-    What a defense can do and needs is declared by the attributes below: whoever composes or carries defenses goes by
-    these, never by which methods a class happens to have. How they compose is said in `gradveil.defenses.composition`.
+    The attributes below declare what a defense can do and what it needs. Code that composes or runs defenses relies on
+    them, never on which methods a class happens to have. `gradveil.defenses.composition` says how they compose.
     """
 
     factory = "gradveil.defense"
@@ -72,48 +73,48 @@ class Defense(Method, ABC):
     batches_clients: bool = False
     """`perturb_clients` defends many clients at once, each as it would have been alone."""
     needs_preparing: bool = False
-    """It cannot work before `prepare` has looked at public data, or has changed the model."""
+    """It does not work until `prepare` has measured public data or changed the model."""
     announces: bool = False
     """One client publishes something before the round."""
     hides_updates: bool = False
-    """It stands for a protocol that keeps single updates from the server."""
+    """It stands for a protocol that hides individual updates from the server."""
     aggregates: bool = False
-    """The server has to aggregate as the defense says; else any way of combining updates goes with it."""
+    """The server has to aggregate as the defense says; otherwise it may combine the updates in any way."""
     adds_noise: bool = True
-    """How well it protects depends on the size of the update beside its noise. True unless a defense says otherwise:
-    one that was not thought of must not lose its protection to a large update."""
+    """How well it protects depends on the size of the update relative to its noise. True by default, to be on the safe
+    side: a defense that forgets to declare this must not lose its protection to a large update."""
     keeps_zeros: bool = False
-    """What is zero in the gradient is zero in what it sends."""
+    """Coordinates that are zero in the gradient are zero in what it sends."""
     has_adaptive_attacker: bool = False
-    """`adapt` says how an attacker who knows the defense uses that; else only the generic one is there, which averages
-    over simulated draws."""
+    """`adapt` says how an attacker uses knowledge of the defense; otherwise only the generic adaptive attacker exists,
+    which averages over simulated draws."""
     explained_by_noise: bool = False
-    """Apart from noise of known variance, what it sends is what the first form of `adapt` expects."""
+    """Apart from noise of known variance, it sends exactly what the first form of `adapt` expects."""
 
     def __init_subclass__(cls, *, composed: bool = False) -> None:
-        """Refuse a class that does what it does not declare: compositions would leave it out.
+        """Refuse a class that overrides a method without declaring the capability: compositions would ignore it.
 
         Args:
-            composed: the capabilities come from other defenses.
+            composed: whether the capabilities come from other defenses.
         """
         super().__init_subclass__()
-        for method, hook in _THIN.items():
+        for method, hook in _HOOK_FOR.items():
             if method in vars(cls):
-                raise TypeError(f"{cls.__name__} has a method {method} of its own: write {hook}, which is behind it")
-        for method, capability in ({} if composed else _DECLARED).items():
-            writer = next(base for base in cls.__mro__ if method in vars(base))
-            if writer.__module__ != __name__ and not getattr(cls, capability):
-                raise TypeError(f"{cls.__name__} has a method {method} of its own: declare {capability} = True")
+                raise TypeError(f"{cls.__name__} overrides {method}: override {hook} instead, which {method} calls")
+        for method, capability in ({} if composed else _CAPABILITY_FOR).items():
+            definer = next(base for base in cls.__mro__ if method in vars(base))
+            if definer.__module__ != __name__ and not getattr(cls, capability):
+                raise TypeError(f"{cls.__name__} overrides {method}: declare {capability} = True")
 
     # -- what users call ---------------------------------------------------------------------------------------------
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
-        """Once, before training: measure or search on public data. Nothing is changed in place.
+        """Measure or search on public data, once before training; neither the defense nor the task is changed.
 
         Args:
             task: the model as the server would send it.
-            public: examples that nobody must hide.
-            generator: randomness of the search.
+            public: examples that are not private.
+            generator: source of the search's randomness.
         """
         return Prepared(self, task)
 
@@ -128,8 +129,8 @@ class Defense(Method, ABC):
         announced: Announced | None = None,
         local: LocalSteps | None = None,
     ) -> Update:
-        """What leaves the client; the arguments are those of `ClientRound`."""
-        given = ClientRound(
+        """The update that leaves the client; for the arguments see `ClientRound`."""
+        client = ClientRound(
             task=task,
             inputs=inputs,
             targets=targets,
@@ -138,7 +139,7 @@ class Defense(Method, ABC):
             announced=announced,
             local=local,
         )
-        return self.make_update(given)
+        return self.make_update(client)
 
     def announce(
         self,
@@ -150,9 +151,9 @@ class Defense(Method, ABC):
         memory: Memory | None = None,
         local: LocalSteps | None = None,
     ) -> Announced | None:
-        """What one elected client publishes before the round; most defenses need nothing."""
-        given = ClientRound(task=task, inputs=inputs, targets=targets, generator=generator, memory=memory, local=local)
-        return self.make_announcement(given)
+        """What one elected client publishes before the round; None for most defenses."""
+        client = ClientRound(task=task, inputs=inputs, targets=targets, generator=generator, memory=memory, local=local)
+        return self.make_announcement(client)
 
     def perturb(
         self,
@@ -162,7 +163,7 @@ class Defense(Method, ABC):
         memory: Memory | None = None,
         announced: Announced | None = None,
     ) -> Update:
-        """The defended gradients, for defenses that need nothing else; `gradients` is not touched."""
+        """The defended gradients, for defenses that need only gradients; `gradients` is not changed."""
         return self.perturb_gradients(gradients, ClientState(generator=generator, memory=memory, announced=announced))
 
     def aggregate(
@@ -173,32 +174,32 @@ class Defense(Method, ABC):
         memory: Memory | None = None,
         announced: Announced | None = None,
     ) -> Update:
-        """What the server makes of the updates of a round."""
+        """The aggregate that the server computes from the updates of a round."""
         return self.combine(ServerRound(updates, weights, memory, announced))
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
-        """What the server can read of the updates of a round."""
+        """What the server gets to see of the updates of a round."""
         return list(updates)
 
-    # -- what defenses write -----------------------------------------------------------------------------------------
+    # -- what defenses override --------------------------------------------------------------------------------------
 
     @abstractmethod
     def make_update(self, client: ClientRound) -> Update:
-        """What leaves the client."""
+        """The update that leaves the client."""
 
     def make_announcement(self, client: ClientRound) -> Announced | None:
-        """What the client publishes if it is elected."""
+        """What the client publishes if it is elected, from its data."""
         return None
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced | None:
-        """What the elected client announces, made from its gradients."""
+        """What the client publishes if it is elected, from its gradients."""
         return None
 
     def check_announced(self, announced: Announced | None, parameters: Mapping[str, Tensor]) -> None:
         """Refuse (`InputError`) an announcement that does not fit the model; the server then elects another client."""
 
     def locations(self, announced: Announced | None) -> Announced | None:
-        """The positions that both sides know all updates of the round to lie in, so that bytes need not name them."""
+        """The positions outside which all updates of the round are zero; both sides know them, which saves bytes."""
         return None
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
@@ -206,55 +207,55 @@ class Defense(Method, ABC):
         raise InputError(f"{self.name}: needs the client's data; call share(task, inputs, targets) instead of perturb")
 
     def combine(self, received: ServerRound) -> Update:
-        """What the server makes of the updates of a round: their weighted mean."""
+        """The aggregate of a round's updates: their weighted mean."""
         return received.mean()
 
     def residuals(self, memory: Memory) -> Iterator[Memory]:
         """The parts of a client's memory in which error feedback keeps what was not sent, layer by layer."""
         return iter(())
 
-    # -- what is known of it -----------------------------------------------------------------------------------------
+    # -- what is known about the defense -----------------------------------------------------------------------------
 
     @property
     def strength(self) -> Strength | None:
-        """The parameter that makes it stronger, as it is declared; None: there is none."""
+        """The declared parameter that makes it stronger, or None if there is none."""
         return strength_of(self)
 
     def with_strength(self, value: float) -> "Defense":
-        """The same defense at another value of its strength, not prepared."""
+        """The same defense, not prepared, at another value of its strength."""
         if self.strength is None:
             raise ParameterError(f"{self.name}: has no parameter that makes it stronger or weaker")
         return type(self)(**{**self.parameters, self.strength.parameter: value})
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """How an attacker who knows the defense and its parameters, though not its draws, uses that: by name.
+        """How an attacker uses knowledge of the defense and its parameters, though not of its draws: forms by name.
 
-        The first is the strongest known and what ``ThreatModel(adaptive=True)`` means. Empty: nobody has said; then
-        attackers average over simulated draws of the defense.
+        The first form is the strongest known, and the one that ``ThreatModel(adaptive=True)`` selects. If there is
+        none, attackers average over simulated draws of the defense.
 
         Args:
             task: the model as the client has it, after `prepare`.
-            batch_size: examples behind an update.
+            batch_size: number of examples behind an update.
             local: the client's local steps.
         """
         return {}
 
     def noise_variance(self) -> float | Mapping[str, Tensor] | None:
-        """Variance of the normal noise on each value, if that is all the defense does and no data decides its level.
+        """Variance of the normal noise on each value, if the defense does nothing else and no data decides its level.
 
-        None where that is not so; then no reconstruction bound is known (`gradveil.theory.reconstruction_bound`).
+        Otherwise None; then no reconstruction bound is known (`gradveil.theory.reconstruction_bound`).
         """
         return None
 
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
     ) -> PrivacySpent | None:
-        """The (epsilon, delta) of a client after a run, for defenses that carry a proof; None: no guarantee.
+        """The (epsilon, delta) of a client after a run, or None if the defense has no proven guarantee.
 
         Args:
-            rounds: rounds the client took part in.
-            batch_size: examples it drew in each, without replacement.
-            examples: examples it drew them from.
+            rounds: number of rounds the client took part in.
+            batch_size: number of examples it drew in each round, without replacement.
+            examples: number of examples it drew from.
             local: its local steps.
         """
         return None
@@ -263,9 +264,9 @@ class Defense(Method, ABC):
 class Perturbation(Defense):
     """A defense that needs only gradients.
 
-    Subclasses write one function, `perturb_rows`, for one layer of many clients: row i belongs to client i. A single
-    client is a batch of one, so batch and loop are the same code. A method that looks at several layers together, or
-    at what was announced, overrides `perturb_layers` instead.
+    Subclasses implement one function, `perturb_rows`, for one layer of many clients: row i belongs to client i. A
+    single client is a batch of one, so there is no separate code for it. A method that looks at several layers
+    together, or at the announcement, overrides `perturb_layers` instead.
 
     Under FedAvg it acts once, on the finished update.
     """
@@ -278,14 +279,14 @@ class Perturbation(Defense):
         """Defend one layer: ``[clients, values]`` to ``[clients, values]``; `rows` must not be changed.
 
         Args:
-            rows: a layer's gradients, one row per client, at least one value.
-            draws: random tensors and noise, each row from its client's own source.
+            rows: a layer's gradients, one row per client, with at least one value each.
+            draws: random tensors and noise; each row comes from its client's own source.
         """
 
     def perturb_layers(
         self, layers: Mapping[str, Tensor], draws: Draws, announced: Announced | None = None
     ) -> dict[str, Tensor]:
-        """Defend all layers, each ``[clients, values]``, which must not be changed."""
+        """Defend all layers, each ``[clients, values]``; they must not be changed."""
         return {name: self.perturb_rows(rows, draws) if rows.numel() else rows.clone() for name, rows in layers.items()}
 
     def make_update(self, client: ClientRound) -> Update:
@@ -293,11 +294,11 @@ class Perturbation(Defense):
         return self.perturb_gradients(client.update(), client)
 
     def make_announcement(self, client: ClientRound) -> Announced | None:
-        """Publish what the client's own update says; costs it a second gradient."""
+        """Publish what follows from the client's own update, which costs it a second gradient."""
         return self.publish(client.update(), client.memory) if self.announces else None
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
-        """The defended gradients of one client; `gradients` is not touched."""
+        """The defended gradients of one client; `gradients` is not changed."""
         stacked = {name: value[None] for name, value in checked_gradients(self.name, gradients).items()}
         result = self._perturb_stacked(stacked, [client.source], client.announced)
         return Update({name: value[0] for name, value in result.items()}, meta_of(gradients))
@@ -313,8 +314,8 @@ class Perturbation(Defense):
 
         Args:
             gradients: ``[clients, *parameter shape]`` by name.
-            generators: one per client, so that each gets what it would have got alone, for simulations; default: a
-                cryptographic stream each.
+            generators: one per client, for simulations, so that each client gets what it would have got alone; by
+                default each client uses a cryptographic stream.
             announced: what the elected client published.
         """
         return self._perturb_stacked(checked_gradients(self.name, gradients), generators, announced)
@@ -326,7 +327,7 @@ class Perturbation(Defense):
         announced: Announced | None,
     ) -> dict[str, Tensor]:
         clients = len(next(iter(gradients.values())))
-        sources = [source_of(one) for one in ([None] * clients if generators is None else generators)]
+        sources = [source_of(generator) for generator in ([None] * clients if generators is None else generators)]
         if len(sources) != clients:
             raise InputError(f"{self.name}: expected one generator per client ({clients}), got {len(sources)}")
         self.check_announced(announced, {name: value[0] for name, value in gradients.items()})
@@ -340,9 +341,9 @@ class Perturbation(Defense):
 
 
 class StepDefense(Defense):
-    """A defense that works on the client's data: it makes the gradient of every step.
+    """A defense that works on the client's data: it computes the gradient of every step.
 
-    Subclasses write one function, `step`. Under FedAvg it acts in every local step.
+    Subclasses implement one function, `step`. Under FedAvg it acts in every local step.
     """
 
     @abstractmethod
@@ -359,17 +360,17 @@ class StepDefense(Defense):
 
 
 def meta_of(gradients: Mapping[str, Tensor]) -> Meta | None:
-    """How the gradients came about, for the update that a defense makes of them: its bytes and values are new."""
+    """The gradients' `Meta` for an update made from them, without encoded bytes and grids, which no longer apply."""
     return dataclasses.replace(gradients.meta, bytes=None, grids={}) if isinstance(gradients, Update) else None
 
 
 def _is_finite(value: Tensor) -> bool:
-    # The extremes are NaN or infinite when any value is; a tenth of the time of `isfinite(value).all()`.
+    # The extremes are NaN or infinite if any value is; this takes a tenth of the time of `isfinite(value).all()`.
     return not value.numel() or all(math.isfinite(extreme) for extreme in value.detach().aminmax())
 
 
 def check_result(defense: Defense, result: Mapping[str, Tensor]) -> None:
-    """Refuse to send what is not finite any more; after noise, that tells nothing of the gradient."""
+    """Refuse a result that is not finite; after noise, the refusal reveals nothing about the gradient."""
     for name, value in result.items():
         if not _is_finite(value):
             raise NotFiniteError(
@@ -378,7 +379,7 @@ def check_result(defense: Defense, result: Mapping[str, Tensor]) -> None:
 
 
 def checked_gradients(owner: str, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The gradients, if they are finite floating-point tensors by name."""
+    """The gradients; refused unless they are finite floating-point tensors by name."""
     if not gradients:
         raise InputError(f"{owner}: expected gradients by parameter name, got none")
     for name, value in gradients.items():

@@ -1,4 +1,4 @@
-"""Taking known noise out of an aggregate by the spectrum that noise has."""
+"""Removing noise of known variance from an aggregate by its spectrum."""
 
 import math
 from collections.abc import Mapping
@@ -16,33 +16,33 @@ ASPECT = 8.0
 def compensate(gradients: Mapping[str, Tensor], variance: float, *, aspect: float = ASPECT) -> Update:
     r"""Remove independent noise of known variance from gradients whose coordinates are correlated.
 
-    The values of all layers, in order, fill a matrix C of v rows and w columns with v / w about `aspect`; the end of
-    the last row is zero. If C were noise alone, the eigenvalues of :math:`C^T C / v` would lie in the Marchenko-Pastur
+    The values of all layers, in order, fill a matrix C of v rows and w columns with v / w about `aspect`; the last row
+    is padded with zeros. If C were pure noise, the eigenvalues of :math:`C^T C / v` would lie in the Marchenko-Pastur
     band
 
     .. math:: [(1 - \sqrt{w / v})^2, (1 + \sqrt{w / v})^2] \cdot variance
 
-    so the eigenvectors whose eigenvalue lies there are dropped and C is projected onto the others. Correlated signal
-    sits in few eigenvectors with large eigenvalues and stays; so does its share of the noise.
+    so the eigenvectors whose eigenvalues lie there are dropped and C is projected onto the others. Correlated signal
+    is concentrated in a few eigenvectors with large eigenvalues and is kept, and so is the noise in these directions.
 
-    It helps by as much as the signal is correlated, and it throws away signal that looks like noise. A small distance
-    to the clean gradients is therefore not enough (dropping everything has one too): look at the cosine as well.
+    It helps only as far as the signal is correlated, and it throws away signal that looks like noise. A small distance
+    to the clean gradients is therefore not enough (dropping everything may achieve that): look at the cosine as well.
 
     Args:
-        gradients: the noisy gradients or aggregate, by parameter name; not touched.
-        variance: of the noise of one value. For a weighted mean of m updates with independent noise of variance
-            s2 on a share q of the values each, that is ``q * sum(weight_i^2) * s2``.
-        aspect: rows by columns, at least 1; the paper finds 6 to 12 enough.
+        gradients: the noisy gradients or aggregate, by parameter name; not changed.
+        variance: variance of the noise on one value. For a weighted mean of m updates, each with independent noise of
+            variance s2 on a share q of its values, that is ``q * sum(weight_i^2) * s2``.
+        aspect: number of rows per column, at least 1; the paper finds 6 to 12 enough.
 
     References:
         Risk-sliced perturbation with global compensation, section V. **Corrections**: the paper prints the variance
-        of a sum of updates, m^2 times that of their mean with equal weights, whose band misses the noise; and the
-        band here is that of the matrix as it is, not of the wished-for aspect.
+        of a sum of updates, m^2 times that of their mean with equal weights, whose band misses the noise; and here the
+        band is computed from the actual shape of the matrix, not from the requested aspect.
 
     Example:
         >>> noise = torch.randn(20_000, generator=torch.manual_seed(0))
-        >>> left = compensate({"w": noise}, variance=1.0)["w"]
-        >>> bool(left.square().sum() < 0.05 * noise.square().sum())
+        >>> remaining = compensate({"w": noise}, variance=1.0)["w"]
+        >>> bool(remaining.square().sum() < 0.05 * noise.square().sum())
         True
     """
     checks.number("compensate", "variance", variance, low=0)
@@ -59,13 +59,13 @@ def compensate(gradients: Mapping[str, Tensor], variance: float, *, aspect: floa
     rows = math.ceil(flat.numel() / columns)
     matrix = torch.zeros(rows, columns, dtype=flat.dtype, device=flat.device)
     matrix.view(-1)[: flat.numel()] = flat
-    # In double precision, or the noise of weak directions would drown in the rounding of strong ones.
+    # In double precision; otherwise weak directions would drown in the rounding errors of strong ones.
     wide = matrix.double()
     eigenvalues, eigenvectors = torch.linalg.eigh(wide.T @ wide / rows)
     low, high = noise_band(rows, columns, variance)
     noise = eigenvectors[:, (low <= eigenvalues) & (eigenvalues <= high)]
     kept = eigenvectors[:, (eigenvalues < low) | (eigenvalues > high)]
-    # Onto the rest, or off the noise: whichever has fewer vectors.
+    # Project onto what is kept or subtract the noise, whichever takes fewer vectors.
     wide = (wide @ kept) @ kept.T if kept.shape[1] < noise.shape[1] else wide - (wide @ noise) @ noise.T
     cleaned = wide.view(-1)[: flat.numel()].to(flat.dtype)
     parts = torch.split(cleaned, [value.numel() for value in gradients.values()])

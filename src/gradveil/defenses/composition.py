@@ -1,4 +1,4 @@
-"""Defenses made of defenses, and the laws by which what they declare composes."""
+"""Defenses made of defenses, and the laws by which their declared capabilities compose."""
 
 import dataclasses
 from abc import abstractmethod
@@ -21,47 +21,46 @@ from gradveil.update import Announced, ClientRound, ClientState, LocalSteps, Mem
 _LAWS: dict[str, Callable[[Sequence[Defense]], bool]] = {
     "gradient_only": lambda parts: all(part.gradient_only for part in parts),
     "needs_preparing": lambda parts: any(part.needs_preparing for part in parts),
-    # Only the first part sees the client's own gradient, so only that one may announce.
+    # Only the first part sees the client's own gradient, so only the first may announce.
     "announces": lambda parts: parts[0].announces,
     "hides_updates": lambda parts: any(part.hides_updates for part in parts),
     "aggregates": lambda parts: any(part.aggregates for part in parts),
     "adds_noise": lambda parts: any(part.adds_noise for part in parts),
     "keeps_zeros": lambda parts: all(part.keeps_zeros for part in parts),
-    # The last part is read as it says; those before it must be explained by what they expect and by their noise.
+    # The attacker reads the update as the last part says; what the parts before it send must be explained by noise.
     "has_adaptive_attacker": lambda parts: (
         all(part.has_adaptive_attacker for part in parts) and all(part.explained_by_noise for part in parts[:-1])
     ),
     "explained_by_noise": lambda parts: all(part.explained_by_noise for part in parts),
 }
-"""What holds of several defenses one after the other."""
+"""How each capability of defenses that act one after the other follows from those of the parts."""
 
 
 class Composition(Defense, composed=True):
-    """Several defenses one after the other; `parts` says which, in the order in which they act.
+    """Several defenses that act one after the other, in the order of `parts`.
 
-    Those behind the first see only what the first one sends, so they process what was already released: an (epsilon,
-    delta) of the first part holds for all, and so does the reconstruction bound of its noise. The locations that the
-    first one announced hold if all others keep zeros. At most one part has a server side of its own.
+    The later parts see only what the first one sends, so they only post-process it: an (epsilon, delta) of the first
+    part holds for the whole, and so does the reconstruction bound of its noise. The locations that the first part
+    announced hold if all others keep zeros. At most one part has a server side of its own.
     """
 
     paper = "-"
     parts: tuple[Defense, ...]
 
     def __post_init__(self) -> None:
-        """Derive what it declares."""
+        """Derive the capabilities from those of the parts."""
         check_declared(self)
         self.check()
         for capability, law in _LAWS.items():
             object.__setattr__(self, capability, law(self.parts))
 
     @abstractmethod
-    def of(self, parts: Sequence[Defense]) -> "Composition":
+    def with_parts(self, parts: Sequence[Defense]) -> "Composition":
         """The same composition of other parts."""
 
     @property
-    def _server(self) -> Defense:
-        sides = [part for part in self.parts if part.announces or part.hides_updates or part.aggregates]
-        return sides[0] if sides else self.parts[0]
+    def _server_part(self) -> Defense:
+        return next((part for part in self.parts if _has_server_side(part)), self.parts[0])
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """Prepare every part in turn."""
@@ -69,47 +68,46 @@ class Composition(Defense, composed=True):
         for part in self.parts:
             prepared, task = part.prepare(task, public=public, generator=generator)
             parts.append(prepared)
-        return Prepared(self.of(parts), task)
+        return Prepared(self.with_parts(parts), task)
 
     def check_announced(self, announced: Announced | None, parameters: Mapping[str, Tensor]) -> None:
-        """As the first part says."""
+        """Check it as the first part does."""
         self.parts[0].check_announced(announced, parameters)
 
     def locations(self, announced: Announced | None) -> Announced | None:
-        """Those of the first part, unless another one puts values elsewhere."""
+        """The locations of the first part, unless another part puts values elsewhere."""
         return self.parts[0].locations(announced) if all(part.keeps_zeros for part in self.parts[1:]) else None
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
-        """As the part with a server side says."""
-        return self._server.visible(updates)
+        """What the part with a server side lets the server see."""
+        return self._server_part.visible(updates)
 
     def combine(self, received: ServerRound) -> Update:
-        """As the part with a server side says."""
-        return self._server.combine(received)
+        """The aggregate of the part with a server side."""
+        return self._server_part.combine(received)
 
     @property
     def strength(self) -> Strength | None:
-        """That of the first part that has one."""
+        """The strength of the first part that has one."""
         return next((part.strength for part in self.parts if part.strength), None)
 
     def with_strength(self, value: float) -> Defense:
-        """The same with that part at another strength."""
+        """The same composition with that part at another strength."""
         parts = list(self.parts)
-        place = next((place for place, part in enumerate(parts) if part.strength), 0)
-        parts[place] = parts[place].with_strength(value)
-        return self.of(parts)
+        index = next((index for index, part in enumerate(parts) if part.strength), 0)
+        parts[index] = parts[index].with_strength(value)
+        return self.with_parts(parts)
 
 
 @dataclass(frozen=True, repr=False, init=False)
 class Chain(Composition, composed=True):
-    """Several defenses one after the other; all but the first must need only gradients.
+    """Several defenses that act one after the other; all but the first must need only gradients.
 
-    At most one of them may have a server side of its own (it announces, hides updates or aggregates). What a chain
-    declares is what its parts guarantee.
+    At most one of them may have a server side of its own (it announces, hides updates or aggregates). A chain declares
+    what its parts guarantee.
 
-    An attacker who knows the chain undoes the last part as that one's own attacker does; the parts before it must be
-    explained by what they expect and by their noise (`Defense.explained_by_noise`). Otherwise only the generic
-    adaptive attacker is there.
+    An attacker who knows the chain undoes the last part as the adaptive attacker of that part does, provided that all
+    parts before it are `explained_by_noise`. Otherwise there is only the generic adaptive attacker.
 
     Args:
         parts: two or more defenses, in the order in which they act.
@@ -128,7 +126,7 @@ class Chain(Composition, composed=True):
         self.__post_init__()
 
     def check(self) -> None:
-        """Refuse parts that cannot follow one another."""
+        """Refuse parts that cannot act one after the other."""
         parts = self.parts
         if len(parts) < 2:
             raise ParameterError(f"chain: expected two or more defenses, got {len(parts)}")
@@ -138,69 +136,71 @@ class Chain(Composition, composed=True):
         for part in parts[1:]:
             if part.announces:
                 raise ParameterError(f"chain: {part.name} announces something before the round and must come first")
-        sides = [part.name for part in parts if part.announces or part.hides_updates or part.aggregates]
-        if len(sides) > 1:
-            raise ParameterError(f"chain: at most one defense may have a server side, got {' and '.join(sides)}")
+        server_sides = [part.name for part in parts if _has_server_side(part)]
+        if len(server_sides) > 1:
+            raise ParameterError(f"chain: at most one defense may have a server side, got {' and '.join(server_sides)}")
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The parts' names."""
+        """The names of the parts, joined by ``+``."""
         return "+".join(part.name for part in self.parts)
 
-    def of(self, parts: Sequence[Defense]) -> "Chain":
+    def with_parts(self, parts: Sequence[Defense]) -> "Chain":
         """A chain of other parts."""
         return Chain(*parts)
 
     def make_update(self, client: ClientRound) -> Update:
-        """The first part makes the update, the others perturb."""
-        return self._rest(self.parts[0].make_update(_of_part(client, 0)), client)
+        """Let the first part make the update and the others perturb it."""
+        return self._perturb_by_later_parts(self.parts[0].make_update(_for_part(client, 0)), client)
 
     def make_announcement(self, client: ClientRound) -> Announced | None:
         """What the first part announces."""
-        return self.parts[0].make_announcement(_of_part(client, 0))
+        return self.parts[0].make_announcement(_for_part(client, 0))
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced | None:
-        """As the first part says."""
+        """What the first part publishes."""
         return self.parts[0].publish(gradients, scoped(memory, "0"))
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
-        """Every part perturbs in turn."""
-        return self._rest(self.parts[0].perturb_gradients(gradients, _of_part(client, 0)), client)
+        """Let every part perturb in turn."""
+        update = self.parts[0].perturb_gradients(gradients, _for_part(client, 0))
+        return self._perturb_by_later_parts(update, client)
 
-    def _rest(self, update: Update, client: ClientState) -> Update:
-        for place, part in enumerate(self.parts[1:], start=1):
-            update = part.perturb_gradients(update, dataclasses.replace(_of_part(client, place), announced=None))
+    def _perturb_by_later_parts(self, update: Update, client: ClientState) -> Update:
+        for index, part in enumerate(self.parts[1:], start=1):
+            update = part.perturb_gradients(update, dataclasses.replace(_for_part(client, index), announced=None))
         return update
 
     def residuals(self, memory: Memory) -> Iterator[Memory]:
-        """Those of all parts."""
-        for place, part in enumerate(self.parts):
-            yield from part.residuals(scoped(memory, str(place)))
+        """The residuals of all parts."""
+        for index, part in enumerate(self.parts):
+            yield from part.residuals(scoped(memory, str(index)))
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """As against the last part, on what those before it are expected to send, with their noise."""
+        """Read the update as against the last part, given what the parts before it are expected to send."""
         if not self.has_adaptive_attacker:
             return {}
-        *before, last = (part.adapt(task, batch_size=batch_size, local=local) for part in self.parts)
+        *earlier, last = (part.adapt(task, batch_size=batch_size, local=local) for part in self.parts)
         forms = dict(last)
-        for known in reversed(before):
-            forms = {name: _after(first, form) for first in list(known.values())[:1] for name, form in forms.items()}
+        for part_forms in reversed(earlier):
+            strongest = next(iter(part_forms.values()), None)
+            forms = {name: _chained(strongest, form) for name, form in forms.items()} if strongest else {}
         return forms
 
     def noise_variance(self) -> float | Mapping[str, Tensor] | None:
-        """That of the first part: what is done to its noisy update can only take information away."""
+        """The noise of the first part: processing its noisy update further can only remove information."""
         return self.parts[0].noise_variance()
 
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
     ) -> PrivacySpent | None:
-        """What the first part spends: the others process what it released."""
+        """What the first part spends, since the others only post-process what it releases."""
         return self.parts[0].privacy_spent(rounds=rounds, batch_size=batch_size, examples=examples, local=local)
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """Each part's parameters under its place and name."""
-        return {f"{place}.{part.name}": part.parameters for place, part in enumerate(self.parts)}
+        """Each part's parameters under its index and name."""
+        return {f"{index}.{part.name}": part.parameters for index, part in enumerate(self.parts)}
 
     def __str__(self) -> str:
         return "+".join(map(str, self.parts))
@@ -211,25 +211,25 @@ class Chain(Composition, composed=True):
 
 @dataclass(frozen=True, repr=False)
 class ErrorFeedback(Composition, composed=True):
-    r"""What a defense held back is added to the next round's gradient (Karimireddy et al., ICML 2019).
+    r"""Add what a defense held back to the next round's gradient (Karimireddy et al., ICML 2019).
 
     .. math:: P = g + e, \quad sent = D(P), \quad e \leftarrow P - sent
 
     The residual `e` lives in the client's `memory` under ``residual/<layer>``, so the same mapping must be passed
-    every round. What was held back leaves the client later, as far as the inner defense ever lets it through; around
-    additive noise the noise cancels over the rounds. It restores utility, not privacy: no (epsilon, delta), no
-    reconstruction bound and no zeros of the inner defense hold for it.
+    every round. What was held back leaves the client later, as far as the inner defense ever lets it through; if the
+    inner defense adds noise, the noise cancels over the rounds. Error feedback restores utility, not privacy: the inner
+    defense's (epsilon, delta), reconstruction bound and zeros no longer hold.
 
     Around dual pruning the plain form starves the largest coordinates: they are held back, so their residual grows,
-    so they stay the largest. Two remedies bound the residual: `decay` forgets a share of it every round, `clip` cuts
-    it, in each layer and round, to a multiple of the largest magnitude sent, so that what was held back at the top
-    comes back into the band. Either way something is lost: sent + residual no longer add up to the gradients, and
-    training may suffer more from that than from the starvation (docs/pruning-and-dropout.md has the figures).
+    so they stay the largest. Two remedies bound the residual: `decay` forgets a share of it every round, and `clip`
+    limits it, in each layer and round, to a multiple of the largest magnitude sent, so that what was held back at the
+    top comes back into the band that is sent. Either way something is lost: sent + residual no longer add up to the
+    gradients, and training may suffer more from that than from the starvation (see docs/pruning-and-dropout.md).
 
     Args:
         inner: a gradient-only defense.
-        decay: share of the residual that is kept; 1: all of it, as published.
-        clip: largest residual, in units of the layer's largest sent magnitude; None: no limit, as published.
+        decay: share of the residual that is kept; 1 keeps all of it, as published.
+        clip: largest residual, in units of the layer's largest sent magnitude; None sets no limit, as published.
 
     Example:
         >>> import gradveil
@@ -244,7 +244,7 @@ class ErrorFeedback(Composition, composed=True):
     paper = "Karimireddy et al., ICML 2019"
     caveat = (
         "attacked in a client's first round, before error feedback has sent anything that was held back; later rounds "
-        "send of it what the defense lets through."
+        "send as much of it as the defense lets through."
     )
 
     inner: Defense = component()
@@ -259,14 +259,14 @@ class ErrorFeedback(Composition, composed=True):
             )
 
     def __post_init__(self) -> None:
-        """What was held back of other rounds comes on top, so what the inner defense keeps zero need not be."""
+        """Residuals are added to the gradient, so what the inner defense says of zeros and noise no longer holds."""
         super().__post_init__()
         object.__setattr__(self, "keeps_zeros", False)
         object.__setattr__(self, "explained_by_noise", False)
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """The inner defense's with its own."""
+        """The inner defense's name and its own."""
         return f"{self.inner.name}+error-feedback"
 
     @property
@@ -274,47 +274,47 @@ class ErrorFeedback(Composition, composed=True):
         """The inner defense."""
         return (self.inner,)
 
-    def of(self, parts: Sequence[Defense]) -> "ErrorFeedback":
-        """The same around another defense."""
+    def with_parts(self, parts: Sequence[Defense]) -> "ErrorFeedback":
+        """The same wrapper around another defense."""
         return dataclasses.replace(self, inner=parts[0])
 
     make_update = Perturbation.make_update
     make_announcement = Perturbation.make_announcement
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced | None:
-        """What the inner defense publishes of gradient + residual, which is what it will send from."""
+        """What the inner defense publishes for gradient + residual, which is what it will defend."""
         if not self.announces:
             return None
-        return self.inner.publish(self._wanted(gradients, memory), scoped(memory, "inner"))
+        return self.inner.publish(self._add_residuals(gradients, memory), scoped(memory, "inner"))
 
     def residuals(self, memory: Memory) -> Iterator[Memory]:
-        """Its own, then those of the inner defense."""
+        """Its own residuals, then those of the inner defense."""
         yield scoped(memory, "residual")
         yield from self.inner.residuals(scoped(memory, "inner"))
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
         """Defend gradient + residual, and keep what was not sent."""
         memory = client.memory
-        wanted = Update(self._wanted(gradients, memory), meta_of(gradients))
+        corrected = Update(self._add_residuals(gradients, memory), meta_of(gradients))
         assert memory is not None
-        sent = self.inner.perturb_gradients(wanted, _of_part(client, "inner"))
-        for name, value in wanted.items():
-            memory[f"residual/{name}"] = self._left((value - sent[name]).detach(), sent[name])
+        sent = self.inner.perturb_gradients(corrected, _for_part(client, "inner"))
+        for name, value in corrected.items():
+            memory[f"residual/{name}"] = self._residual((value - sent[name]).detach(), sent[name])
         return sent
 
-    def _wanted(self, gradients: Mapping[str, Tensor], memory: Memory | None) -> dict[str, Tensor]:
+    def _add_residuals(self, gradients: Mapping[str, Tensor], memory: Memory | None) -> dict[str, Tensor]:
         if memory is None:
             raise InputError(
-                "error-feedback: needs memory=, a mapping that is the client's own and lives through all rounds"
+                "error-feedback: needs memory=, a mapping that belongs to the client and is kept through all rounds"
             )
         checked_gradients(self.inner.name, gradients)
-        return {name: _with_residual(name, value, memory.get(f"residual/{name}")) for name, value in gradients.items()}
+        return {name: _add_residual(name, value, memory.get(f"residual/{name}")) for name, value in gradients.items()}
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """As against the inner defense, on gradient + residual.
+        """Read the update as against the inner defense, but expect gradient + residual.
 
-        The residual is no secret: whoever supposes a gradient knows it too, round by round, from what was sent.
-        The first observed round is taken to be the client's first.
+        The residual is no secret: given candidate gradients, it follows round by round from what was sent. The first
+        observed round is assumed to be the client's first.
         """
         forms = self.inner.adapt(task, batch_size=batch_size, local=local)
         return {
@@ -323,22 +323,24 @@ class ErrorFeedback(Composition, composed=True):
         }
 
     def _expect(self, inner: Knowledge) -> Expect:
-        def unsent(wanted: Tensor, sent: Tensor) -> Tensor:
-            return torch.where(sent != 0, 0, wanted) if inner.sends_values else wanted - sent
+        def unsent(corrected: Tensor, sent: Tensor) -> Tensor:
+            return torch.where(sent != 0, 0, corrected) if inner.sends_values else corrected - sent
 
         def expect(gradients: Sequence[Gradients], updates: Sequence[Gradients]) -> list[Gradients]:
-            wanted: list[Gradients] = []
-            for values, before in zip(gradients, [None, *updates[:-1]], strict=True):
-                if before is not None:
-                    left = {name: self._left(unsent(wanted[-1][name], sent), sent) for name, sent in before.items()}
-                    values = {name: value + left[name] for name, value in values.items()}
-                wanted.append(values)
-            return inner.expect(wanted, updates) if inner.expect else wanted
+            corrected: list[Gradients] = []
+            for values, previous in zip(gradients, [None, *updates[:-1]], strict=True):
+                if previous is not None:
+                    values = {
+                        name: value + self._residual(unsent(corrected[-1][name], previous[name]), previous[name])
+                        for name, value in values.items()
+                    }
+                corrected.append(values)
+            return inner.expect(corrected, updates) if inner.expect else corrected
 
         return expect
 
-    def _left(self, unsent: Tensor, sent: Tensor) -> Tensor:
-        """What is kept of what was not sent."""
+    def _residual(self, unsent: Tensor, sent: Tensor) -> Tensor:
+        """What is kept for the next round of what was not sent."""
         residual = self.decay * unsent if self.decay < 1 else unsent
         if self.clip is not None and sent.numel():
             limit = self.clip * sent.abs().max()
@@ -347,40 +349,45 @@ class ErrorFeedback(Composition, composed=True):
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """The inner defense's parameters, and what differs from the published form."""
-        return {**self.inner.parameters, **{f"error_feedback_{name}": value for name, value in self._own().items()}}
+        """The inner defense's parameters, and those of its own that differ from the published form."""
+        own = {f"error_feedback_{name}": value for name, value in self._own_parameters().items()}
+        return {**self.inner.parameters, **own}
 
-    def _own(self) -> dict[str, Any]:
+    def _own_parameters(self) -> dict[str, Any]:
         own = {"decay": None if self.decay == 1 else self.decay, "clip": self.clip}
         return {name: value for name, value in own.items() if value is not None}
 
     def __str__(self) -> str:
-        return f"{self.inner}+{format_spec('error-feedback', self._own())}"
+        return f"{self.inner}+{format_spec('error-feedback', self._own_parameters())}"
 
     def __repr__(self) -> str:
-        own = "".join(f", {name}={value!r}" for name, value in self._own().items())
+        own = "".join(f", {name}={value!r}" for name, value in self._own_parameters().items())
         return f"gradveil.ErrorFeedback({self.inner!r}{own})"
 
 
-def _after(first: Knowledge, then: Knowledge) -> Knowledge:
-    """What is known of an update that `then` describes if it was made from one that `first` explains by its noise."""
+def _has_server_side(defense: Defense) -> bool:
+    return defense.announces or defense.hides_updates or defense.aggregates
+
+
+def _chained(first: Knowledge, second: Knowledge) -> Knowledge:
+    """Knowledge of two defenses of which the second acts on what the first sends."""
 
     def expect(gradients: Sequence[Gradients], updates: Sequence[Gradients]) -> list[Gradients]:
         values = first.expect(gradients, updates) if first.expect else list(gradients)
-        return then.expect(values, updates) if then.expect else values
+        return second.expect(values, updates) if second.expect else values
 
     return dataclasses.replace(
-        then,
-        summary=f"{first.summary}; {then.summary}",
-        expect=expect if first.expect or then.expect else None,
-        variance=_added(first.variance, then.variance),
+        second,
+        summary=f"{first.summary}; {second.summary}",
+        expect=expect if first.expect or second.expect else None,
+        variance=_sum_of_variances(first.variance, second.variance),
     )
 
 
 _Variance = float | Callable[[Gradients], Tensor]
 
 
-def _added(first: _Variance, second: _Variance) -> _Variance:
+def _sum_of_variances(first: _Variance, second: _Variance) -> _Variance:
     if not callable(first) and not callable(second):
         return first + second
     parts = [first, second]
@@ -392,7 +399,7 @@ def _added(first: _Variance, second: _Variance) -> _Variance:
     return variance
 
 
-def _with_residual(name: str, value: Tensor, residual: Tensor | None) -> Tensor:
+def _add_residual(name: str, value: Tensor, residual: Tensor | None) -> Tensor:
     if residual is None:
         return value
     if residual.shape != value.shape:
@@ -404,7 +411,7 @@ def _with_residual(name: str, value: Tensor, residual: Tensor | None) -> Tensor:
 
 
 class _Scoped(MutableMapping[str, Tensor]):
-    """The part of a memory under a prefix, so that parts of a chain do not see each other's state."""
+    """The part of a memory under a prefix, so that the parts of a chain do not see each other's state."""
 
     def __init__(self, memory: Memory, prefix: str) -> None:
         self._memory, self._prefix = memory, f"{prefix}/"
@@ -430,13 +437,13 @@ def scoped(memory: Memory, prefix: str) -> Memory: ...
 @overload
 def scoped(memory: None, prefix: str) -> None: ...
 def scoped(memory: Memory | None, prefix: str) -> Memory | None:
-    """A view of `memory` in which every key stands under `prefix`."""
+    """A view of the part of `memory` whose keys begin with `prefix`."""
     return None if memory is None else _Scoped(memory, prefix)
 
 
 _Client = TypeVar("_Client", bound=ClientState)
 
 
-def _of_part(client: _Client, part: int | str) -> _Client:
-    """The client as one part sees it, with a memory of its own."""
+def _for_part(client: _Client, part: int | str) -> _Client:
+    """The client as one part sees it, with a separate memory."""
     return dataclasses.replace(client, memory=scoped(client.memory, str(part)))

@@ -21,26 +21,26 @@ class DPSGD(StepDefense):
     .. math:: \tilde g = \frac1B \Big( \sum_{j=1}^B g_j \min(1, clip / |g_j|) + N(0, (noise\_multiplier \cdot clip)^2 I)
               \Big)
 
-    The norm runs over all layers of one example together. Under FedAvg it acts in every local step.
+    The norm is taken over all layers of one example together. Under FedAvg it acts in every local step.
 
-    **In use** (no generator given) the clipped gradients are cut down to whole steps of a grid, which never makes one
-    longer, summed exactly, and the noise is a discrete Gaussian on that grid from a cryptographic stream. The guarantee
-    below is that of this mechanism, floating point included; the argument is in `core.randomness.discrete`. With a
-    torch generator the noise is added in floating point and can be computed from a part of it: then an epsilon only
-    says what the mechanism that is simulated would have.
+    **In use** (without a generator) the clipped gradients are truncated to a grid, which never makes one longer, and
+    summed exactly; the noise is a discrete Gaussian on that grid from a cryptographic stream. The guarantee below is
+    that of this mechanism, floating point included; the argument is in `core.randomness.discrete`. With a torch
+    generator the noise is added in floating point, and all of it can be computed from a part: the epsilon is then only
+    what the simulated mechanism would have.
 
-    `privacy_spent` gives (epsilon, delta) towards a server that sees every update of a client: per example, and
-    for the client's own data only. gradveil's training draws batches of a *fixed* size, without replacement; that is
-    what is accounted for (neighbours differ in one example that is replaced; see `accounting.privacy_spent`). It is an
-    upper bound and larger than the figures usually printed, which suppose Poisson sampling. Drawing clients is not
-    counted as protection, since the server does it. A batch-norm layer in train mode mixes the examples, so there is
-    no per-example gradient; `Task` refuses it.
+    `privacy_spent` gives the (epsilon, delta) towards a server that sees every update of a client, per example and only
+    for the client's own data. gradveil's training draws batches of a *fixed* size without replacement, and that is what
+    is accounted for (neighbours differ in one example that is replaced; see `accounting.privacy_spent`). The result is
+    an upper bound, and larger than the figures usually published, which assume Poisson sampling. Sampling of clients is
+    not counted as protection, since the server does it. A batch-norm layer in train mode mixes the examples, so there
+    is no per-example gradient; `Task` refuses it.
 
     Args:
         clip: largest norm of one example's gradient.
-        noise_multiplier: standard deviation of the noise on the sum, in units of `clip`; 0: clipping only, epsilon
-            is infinite.
-        delta: of the guarantee that is printed.
+        noise_multiplier: standard deviation of the noise on the sum, in units of `clip`; with 0 it only clips, and
+            epsilon is infinite.
+        delta: delta of the guarantee that is reported.
 
     References:
         Abadi et al., Deep Learning with Differential Privacy, CCS 2016.
@@ -64,7 +64,7 @@ class DPSGD(StepDefense):
     delta: float = number(1e-5, above=0, below=1)
 
     def step(self, client: ClientRound) -> Gradients:
-        """The noisy mean of clipped gradients."""
+        """The noisy mean of the clipped gradients."""
         std = self.noise_multiplier * self.clip
         grid = grid_step(std) if client.source.secure and std else None
         total = clipped_sum(client.task, client.inputs, client.targets, self.clip, grid=grid)
@@ -76,8 +76,8 @@ class DPSGD(StepDefense):
         return result
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Clips the candidate's gradient too (exact for one image), and weighs a prior by the noise."""
-        std = self.noise_multiplier * self.clip  # of a sum of gradients; a step divides it by its examples
+        """Clip the candidate's gradient too (exact for one image), and weigh a prior by the noise."""
+        std = self.noise_multiplier * self.clip  # on a sum of gradients; a step divides it by its number of examples
         steps = zip(step_weights(local, batch_size), sizes_of(local, batch_size), strict=True)
         return {
             "prior": Knowledge(
@@ -90,7 +90,7 @@ class DPSGD(StepDefense):
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
     ) -> PrivacySpent:
-        """(epsilon, delta) for one client's examples; local epochs each use every drawn example once."""
+        """The (epsilon, delta) of one client's examples; each local epoch uses every drawn example once."""
         return privacy_spent(
             noise_multiplier=self.noise_multiplier,
             rounds=rounds,

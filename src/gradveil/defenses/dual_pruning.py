@@ -22,14 +22,15 @@ class DualPruning(Perturbation):
     r"""Dual Gradient Pruning (DGP): zero the largest *and* the smallest values of each layer.
 
     Of a layer's n values, ordered by magnitude, the top ``ceil(k1 n)`` and the bottom ``floor(k2 n)`` are zeroed and
-    the band between is shared. The large values tell the label and move the attacker's target most; the small ones
-    save bytes and starve active attacks. The paper pairs it with error feedback: ``ErrorFeedback(DualPruning())``.
+    the band between them is shared. The large values reveal the label, and removing them moves the attacker's target
+    most; removing the small ones saves bytes and weakens active attacks. The paper combines it with error feedback:
+    ``ErrorFeedback(DualPruning())``.
 
-    Rounding up at the top is our choice (the paper is silent): even the largest of ten bias entries, which tells
-    the label, never leaves. Ties are broken by position, so the counts are exact. A layer of one value sends zero.
+    Rounding up at the top is our choice (the paper does not say): even the largest of ten bias entries, which reveals
+    the label, is never sent. Ties are broken by position, so the counts are exact. A layer of one value sends zero.
 
     What it does not stop: an attacker who compares only what arrived, which is the gradient to the bit, recovers single
-    images almost as from an undefended update; and the label is still told by the sign of its row of weights
+    images almost as well as from an undefended update; and the sign of its row of weights still reveals the label
     (docs/findings.md).
 
     Args:
@@ -53,7 +54,7 @@ class DualPruning(Perturbation):
     k2: float = number(0.75, low=0)
 
     def check(self) -> None:
-        """Something must be left to send."""
+        """Refuse shares that leave nothing to send."""
         if self.k1 + self.k2 >= 1:
             raise ParameterError(
                 f"{self.name}: k1 + k2 must be below 1, got {self.k1:g} + {self.k2:g} = {self.k1 + self.k2:g}"
@@ -61,18 +62,18 @@ class DualPruning(Perturbation):
 
     @property
     def strength(self) -> Strength:
-        """What is dropped at the top, up to all that `k2` leaves."""
+        """The share dropped at the top, up to all that `k2` leaves."""
         return Strength("k1", 1e-4, 0.99 * (1 - self.k2), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """Keep the band between."""
+        """Keep the band between the largest and the smallest values."""
         values = rows.shape[1]
         top = share_of(self.k1, values, math.ceil)
         bottom = min(share_of(self.k2, values, math.floor), values - top)
         return keep_ranks(rows, top, values - bottom)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """What arrived is the gradient; what did not is larger than all of it, or smaller."""
+        """What arrived is the gradient; what did not is either larger or smaller than everything that did."""
         return {
             "arrived": Knowledge("matches what arrived", read=read_arrived, sends_values=True),
             "ordered": Knowledge(

@@ -20,7 +20,7 @@ class GaussianNoise(Perturbation):
 
     .. math:: \tilde g_i = g_i + N(0, std^2)
 
-    Nothing is clipped, so this alone carries no (epsilon, delta).
+    Nothing is clipped, so this alone gives no (epsilon, delta).
 
     Args:
         std: standard deviation of the noise; 0 is the identity.
@@ -45,9 +45,9 @@ class GaussianNoise(Perturbation):
         return draws.add_normal(rows, self.std)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Squares are the likelihood already; the noise level says how far to trust an image prior."""
+        """Squared distances are the likelihood already; the noise level says how far to trust an image prior."""
         return {"prior": Knowledge("weighs a prior by the noise", variance=self.std**2)}
 
     def noise_variance(self) -> float | None:
-        """The same everywhere."""
+        """The variance, the same for every value."""
         return self.std**2 or None

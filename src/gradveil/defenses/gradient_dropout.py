@@ -1,4 +1,4 @@
-"""Gradient Dropout: replace a random share of the coordinates by noise."""
+"""Gradient Dropout: replace a random share of the coordinates with noise."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ class GradientDropout(Perturbation):
 
     .. math:: \tilde g_i = g_i / keep \text{ with probability } keep, \text{ else } N(0, std^2)
 
-    Unbiased: the expectation is g. The expected squared distance per coordinate is
+    It is unbiased: the expectation is g. The expected squared distance per coordinate is
     ``(1 - keep) / keep * mean(g^2) + (1 - keep) std^2`` (the paper's appendix has a slip, (1 - keep)^2); see
     `gradveil.theory.dropout_distance`.
 
-    The paper calls decoys indistinguishable from values. With one std for all layers that holds only where a layer's
-    gradients happen to have that scale: elsewhere decoys stand out, and `gradveil.metrics.decoy_auc` says how far. With
-    ``scale="layer"`` each layer's decoys have `std` times the spread of what it shares, the root mean square of
-    g / keep, so ``std=1`` is the honest disguise.
+    The paper calls decoys indistinguishable from values. With one std for all layers that holds only for layers whose
+    gradients happen to have that scale; in others the decoys stand out, and `gradveil.metrics.decoy_auc` measures by
+    how much. With ``scale="layer"`` each layer's decoys have `std` times the spread of the values it shares, the root
+    mean square of g / keep, so ``std=1`` disguises them best.
 
     What it does not stop: an attacker who scales back and believes only the values that fit its candidate best recovers
-    single images at the published strength, disguise or not (docs/findings.md).
+    single images at the published strength, with either scale (docs/findings.md).
 
     Args:
         keep: probability of sharing a coordinate; 1 is the identity.
         std: standard deviation of the decoys.
-        scale: ``"absolute"``: std is in gradient units, as published; ``"layer"``: in units of each layer's own.
+        scale: unit of std: ``"absolute"`` is the gradient's unit, as published; ``"layer"`` is each layer's own spread.
 
     References:
         Sotthiwat et al., Safeguarding Federated Learning from Data Reconstruction Attacks via Gradient Dropout.
@@ -55,7 +55,7 @@ class GradientDropout(Perturbation):
     scale: str = choice("absolute", ("absolute", "layer"))
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """Draw the mask, and decoys where it says so."""
+        """Draw the mask, and put decoys where it drops values."""
         dropped = draws.uniform(rows) >= self.keep
         sent = rows / self.keep
         return torch.stack(
@@ -66,7 +66,7 @@ class GradientDropout(Perturbation):
         )
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Decoys fit no candidate: only the share that was kept is believed, the one that fits best, scaled back."""
+        """Decoys fit no candidate: scale back, and believe only the values that fit best, as many as were kept."""
         if self.keep == 1:
             return NOTHING_TO_KNOW
         believed = read_trimmed(self.keep, scale=1 / self.keep)

@@ -1,7 +1,7 @@
-"""What an attacker who has read a defense's code can tell from its updates, in terms that attacks understand.
+"""What an attacker who has read a defense's code can infer from its updates, in terms that attacks understand.
 
-A defense says it in its own file (`Defense.adapt`); the attacks turn it into a cost (`gradveil.attacks.matching`). So
-every matching attack is adaptive against every defense, and neither stage knows the other.
+A defense says this in its own file (`Defense.adapt`); the attacks turn it into a cost (`gradveil.attacks.matching`).
+So every matching attack can adapt to every defense, and neither needs to know the other.
 """
 
 import math
@@ -19,11 +19,11 @@ class Evidence:
     """What an update says about the gradient behind it, coordinate by coordinate.
 
     Args:
-        values: what the coordinates are, as far as the update tells; where it leaves room, the value nearest to the
-            candidate's.
-        weights: how much each coordinate tells; 0: nothing but what `allowed` says. None: all alike.
-        allowed: for coordinates of weight 0, the value nearest to the candidate's that the defense would not have
-            sent. None: any.
+        values: the coordinates of the gradient as far as the update determines them; if it leaves a range, the value in
+            it that is nearest to the candidate's.
+        weights: how much each coordinate counts; one of weight 0 counts only through `allowed`. None: all count alike.
+        allowed: for coordinates of weight 0, the value nearest to the candidate's that the defense would have held
+            back. None: any value.
 
     Example:
         >>> Evidence({"w": torch.tensor([0.5, 0.0])}, weights={"w": torch.tensor([1.0, 0.0])}).allowed is None
@@ -41,25 +41,25 @@ Draw = Callable[[Task, Gradients, Tensor, Tensor], list[Gradients]]
 
 @dataclass(frozen=True)
 class Knowledge:
-    """One way to use the knowledge of a defense. Every part is optional; without any, there is nothing to know.
+    """One way to use knowledge of a defense. Every field but the summary is optional; without any, nothing is known.
 
-    The functions below see one victim and must be pure and vmap-able, unless said otherwise.
+    The functions below see one victim and must be pure and compatible with vmap, unless noted otherwise.
 
     Args:
         summary: what the attacker does, in words.
-        before: ``(task, updates, generator)``: makes of the updates ``[victims, ...]`` by name those that are
-            inverted. Not vmapped.
-        task: ``(task, update)``: the task whose gradients the client computed, where the update tells more about it.
-        expect: ``(gradients, updates)``, one entry per round: what the defense makes of a candidate's gradients apart
-            from its randomness and from what `read` undoes.
+        before: ``(task, updates, generator)``: turns the updates, ``[victims, ...]`` by name, into the ones to invert.
+            Not vmapped.
+        task: ``(task, update)``: the task whose gradients the client computed, if the update reveals more about it.
+        expect: ``(gradients, updates)``, one entry per round: what the defense turns a candidate's gradients into,
+            apart from its randomness and from what `read` undoes.
         draw: ``(task, gradients, inputs, labels)``: several simulated updates of a candidate, over which the cost is
-            averaged. Not vmapped, so attacks on it go victim by victim.
-        read: ``(expected, update)``: what the update tells about the gradient.
-        sends_values: what is sent and not zero is the value itself; error feedback then holds nothing back of it.
-        variance: of the noise on a coordinate of weight 1; ``(update)`` gives it where it depends on the update. The
-            larger, the more the attacker trusts the modality's prior.
-        after: makes of the inputs ``[N, *input_shape]`` that the inversion found those that are returned. Not vmapped.
-        single_gradient: whether it supposes updates of a single gradient (no local steps).
+            averaged. Not vmapped, so attacks treat the victims one by one.
+        read: ``(expected, update)``: what the update says about the gradient.
+        sends_values: whether every nonzero value that is sent is exact, so that error feedback keeps no residual of it.
+        variance: variance of the noise on a coordinate of weight 1, or a function of the update if it depends on the
+            update. The larger it is, the more the attacker trusts the modality's prior.
+        after: turns the inputs ``[N, *input_shape]`` that the inversion found into the ones to return. Not vmapped.
+        single_gradient: whether it applies only to updates of a single gradient (no local steps).
 
     Example:
         >>> Knowledge("nothing to know").changes_matching
@@ -79,17 +79,17 @@ class Knowledge:
 
     @property
     def changes_matching(self) -> bool:
-        """Whether candidates are judged otherwise than by the plain attack."""
+        """Whether candidates are judged differently than by the plain attack."""
         return bool(self.task or self.expect or self.draw or self.read or self.variance)
 
 
 def each_round(change: Callable[[Gradients], Gradients]) -> Expect:
-    """An `expect` that does the same to every round's gradient."""
+    """An `expect` that applies `change` to every round's gradient."""
     return lambda gradients, _updates: [change(values) for values in gradients]
 
 
 def clip_to(limit: float) -> Callable[[Gradients], Gradients]:
-    """Scales a gradient down to a norm of at most `limit`, over all layers together.
+    """A function that scales a gradient down to a norm of at most `limit`, over all layers together.
 
     >>> clip_to(1.0)({"w": torch.tensor([3.0, 4.0])})["w"].tolist()
     [0.6000000238418579, 0.800000011920929]
@@ -104,15 +104,15 @@ def clip_to(limit: float) -> Callable[[Gradients], Gradients]:
 
 
 def read_arrived(_expected: Gradients, update: Gradients) -> Evidence:
-    """Coordinates that are zero were held back and say nothing."""
+    """A `read` that ignores coordinates that are zero, because they were held back."""
     return Evidence(update, {name: (value != 0).to(value.dtype) for name, value in update.items()})
 
 
 def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Evidence]:
-    """`read` of updates from which each layer's smallest values were held back, and its largest if `withheld_top`.
+    """A `read` for updates from which each layer's smallest values were held back, and its largest if `withheld_top`.
 
-    Then every coordinate that did not arrive is at most as large as the smallest that did, or at least as large as the
-    largest.
+    Every coordinate that did not arrive is then at most as large as the smallest that did, or, with `withheld_top`, at
+    least as large as the largest.
 
     >>> sent, candidate = {"w": torch.tensor([0.0, 2.0, 3.0])}, {"w": torch.tensor([2.6, 2.0, 3.0])}
     >>> read_ranked(withheld_top=False)(candidate, sent).allowed["w"][0].item()
@@ -142,10 +142,10 @@ def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Evidence
 
 
 def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], Evidence]:
-    """`read` of updates in which a coordinate holds `scale` times the gradient with probability `keep`, else a decoy.
+    """A `read` for updates whose coordinates are `scale` times the gradient with probability `keep`, else a decoy.
 
-    The attacker believes the coordinates that fit a candidate best, as many as are surely true: their mean number less
-    three standard deviations.
+    The attacker believes the coordinates that fit a candidate best, as many as are almost surely genuine: the expected
+    number of genuine ones minus three standard deviations.
 
     >>> sent, candidate = {"w": torch.tensor(19 * [2.0] + [9.0])}, {"w": torch.ones(20)}
     >>> read_trimmed(0.95, 2.0)(candidate, sent).weights["w"][-2:].tolist()
@@ -155,21 +155,21 @@ def read_trimmed(keep: float, scale: float) -> Callable[[Gradients, Gradients], 
     def read(expected: Gradients, update: Gradients) -> Evidence:
         values = {name: value / scale for name, value in update.items()}
         misfit = {name: (expected[name] - value).abs() for name, value in values.items()}
-        together = torch.cat([value.flatten() for value in misfit.values()])
-        sure = keep * len(together) - 3 * math.sqrt(keep * (1 - keep) * len(together))
-        limit = together.detach().kthvalue(max(1, math.floor(sure))).values
+        misfits = torch.cat([value.flatten() for value in misfit.values()])
+        genuine = keep * len(misfits) - 3 * math.sqrt(keep * (1 - keep) * len(misfits))
+        limit = misfits.detach().kthvalue(max(1, math.floor(genuine))).values
         return Evidence(values, {name: (value <= limit).to(value.dtype) for name, value in misfit.items()})
 
     return read
 
 
 def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Evidence]:
-    """`read` of updates with independent noise of known `variance`: the less noise, the more a coordinate counts.
+    """A `read` for updates with independent noise of known `variance`: the less noise, the more a coordinate counts.
 
     A coordinate with the `typical_variance` has weight 1.
     """
     typical = typical_variance(variance)
-    # No coordinate counts more than a hundred typical ones, or the few without noise would make the cost too stiff.
+    # No coordinate counts more than a hundred typical ones; otherwise the few without noise make the cost too stiff.
     weights = {name: typical / value.double().clamp_min(typical / 100) for name, value in variance.items()}
     return lambda _expected, update: Evidence(
         update, {name: weights[name].to(value.device, value.dtype) for name, value in update.items()}
@@ -177,7 +177,7 @@ def read_weighted(variance: Gradients) -> Callable[[Gradients, Gradients], Evide
 
 
 def typical_variance(variance: Gradients) -> float:
-    """The median of the variances that are not zero; 0 if all are."""
+    """The median of the nonzero variances; 0 if all are zero."""
     flat = torch.cat([value.double().flatten() for value in variance.values()])
     noisy = flat[flat > 0]
     return float(noisy.median()) if noisy.numel() else 0.0

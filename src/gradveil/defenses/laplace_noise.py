@@ -47,12 +47,12 @@ class LaplaceNoise(Perturbation):
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         r"""The noise level says how far to trust an image prior, as with normal noise.
 
-        "absolute" goes by the likelihood of Laplace noise besides, absolute values with the kink rounded off:
+        "absolute" also uses the likelihood of Laplace noise, which is absolute values, with the kink rounded off:
 
         .. math:: \frac{s \, r^2}{\sqrt{r^2 + (s / 5)^2}} \approx s |r|, \quad s = E |r| = std / \sqrt 2
 
-        It is the better of the two for attacks that add up squares (about 1 dB on LeNet), and the worse for those that
-        look at the direction: weights that move with the candidate spoil a cosine.
+        It is better than "prior" for attacks that add up squares (by about 1 dB on LeNet), and worse for those that
+        compare directions, because weights that change with the candidate spoil a cosine.
         """
         if self.std == 0:
             return NOTHING_TO_KNOW
@@ -62,8 +62,8 @@ class LaplaceNoise(Perturbation):
             misfit = {name: expected[name] - value for name, value in update.items()}
             return Evidence(update, {n: size * (r.square() + (size / 5) ** 2).rsqrt() for n, r in misfit.items()})
 
-        # Minus the log-likelihood is |r| / s, where that of normal noise is r^2 / (2 variance): s |r| is s^2 times the
-        # one, as r^2 is 2 variance times the other.
+        # The negative log-likelihood is |r| / s here, and r^2 / (2 variance) for normal noise. The cost s |r| is s^2
+        # times the first, and r^2 is 2 variance times the second, so the equivalent variance is s^2 / 2.
         absolute = Knowledge("adds up absolute values, weighs a prior", read=read, variance=size**2 / 2)
         return {
             "prior": Knowledge("weighs a prior by the noise", variance=self.std**2),

@@ -1,4 +1,4 @@
-"""No defense: the yardstick."""
+"""No defense: the baseline."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from gradveil.update import LocalSteps
 @DEFENSES.register("none")
 @dataclass(frozen=True, repr=False)
 class NoDefense(Perturbation):
-    """Share the update as it is; every figure of a defense is read against this one.
+    """Share the update unchanged; every figure of a defense is compared with this one.
 
     Example:
         >>> import torch
@@ -32,5 +32,5 @@ class NoDefense(Perturbation):
         return rows.clone()
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Nothing was done."""
+        """The update is the plain one."""
         return NOTHING_TO_KNOW

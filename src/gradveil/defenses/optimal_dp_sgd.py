@@ -1,4 +1,4 @@
-"""Optimal DP-SGD: coordinate clipping and optimal noise. No differential privacy."""
+"""Optimal DP-SGD: coordinate clipping and optimal noise. It is not differentially private."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,34 +15,35 @@ from gradveil.task import Gradients
 @DEFENSES.register("optimal-dp-sgd")
 @dataclass(frozen=True, repr=False)
 class OptimalDpSgd(SensitivityNoise):
-    r"""Clip each coordinate, add optimal noise where nothing was clipped; carries **no (epsilon, delta)**.
+    r"""Clip each coordinate and add optimal noise to those that were not clipped; has **no (epsilon, delta)**.
 
     .. math:: \tilde g_i = \max(-P, \min(P, g_i)) + N(0, \Sigma_{ii}), \quad
         \Sigma_{ii} = \lambda \, |\partial g_i / \partial x| \, / \max(|g_i|, 10^{-6}) \text{ where } |g_i| < P,
         \text{ else } 0
 
-    The paper's name for it misleads: clipping coordinates bounds no example's influence, the noise level depends on
-    the data, and clipped coordinates leave without noise. None of the accounting of DP-SGD applies.
+    The paper's name for it is misleading: clipping coordinates does not bound any example's influence, the noise level
+    depends on the data, and clipped coordinates are sent without noise. None of the accounting of DP-SGD applies.
 
-    The mean variance over the coordinates that were not clipped is ``std^2``; ratios are cut at `cap` as in
+    The mean variance over the coordinates that were not clipped is ``std^2``; ratios are capped at `cap` as in
     ``optimal-noise``. In the global form the variance is :math:`\lambda \sqrt{E |\partial g_{P,i} / \partial x|^2 /
     E g_{P,i}^2}` over a public set and does not depend on the client: every coordinate gets its noise, clipped or not.
-    The local form has no reconstruction bound, the global one has.
+    The global form has a reconstruction bound, the local one does not.
 
     Under FedAvg it acts in every local step.
 
     Args:
         clip: P, the largest magnitude of a coordinate.
-        std: square root of the mean variance; 0 only clips.
-        directions: random input directions behind the sensitivity; its relative error is sqrt(2 / directions).
+        std: square root of the mean variance; with 0 it only clips.
+        directions: number of random input directions that estimate the sensitivity; its relative error is
+            sqrt(2 / directions).
         form: ``"local"``, by the client's own batch, or ``"global"``, by a public set.
-        cap: largest ratio as a multiple of the median; None: no limit.
-        every: rounds for which a client uses the same sensitivity (local form), against the cost.
-        layerwise: one variance a layer.
+        cap: largest ratio, as a multiple of the median ratio; None: no limit.
+        every: number of rounds for which a client reuses its sensitivity, to save time (local form only).
+        layerwise: whether to use one variance per layer.
 
     References:
         Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024, theorem 3. **Correction**:
-        not differentially private, see above.
+        it is not differentially private, see above.
 
     Example:
         >>> import torch
@@ -57,7 +58,7 @@ class OptimalDpSgd(SensitivityNoise):
 
     paper = "Chen et al., Optimal Defenses, 2024"
     caveat = (
-        "in spite of the name no differential privacy, so there is no (epsilon, delta): it clips coordinates, not "
+        "despite its name it is not differentially private, so there is no (epsilon, delta): it clips coordinates, not "
         "examples, and its noise depends on the data."
     )
 
@@ -72,27 +73,27 @@ class OptimalDpSgd(SensitivityNoise):
 
     @property
     def idle(self) -> bool:
-        """It always clips."""
+        """Never, because it always clips."""
         return False
 
     def clipped(self, gradients: Gradients) -> Gradients:
-        """Each coordinate in [-clip, clip]."""
+        """The gradients with each coordinate clipped to [-clip, clip]."""
         return {name: value.clamp(-self.clip, self.clip) for name, value in gradients.items()}
 
     def defend(
         self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
     ) -> Gradients:
-        """Clip, and add noise to what was not clipped."""
+        """Clip the gradients, and add noise to the coordinates that were not clipped."""
         clipped = self.clipped(gradients)
         if self.std == 0:
             return clipped
-        where = None
+        unclipped = None
         if self.form == "local":
-            where = {name: value.abs() < self.clip for name, value in gradients.items()}
-        return self.checked(add_noise(clipped, self._variance(sensitivity, weight, where), self.std, source))
+            unclipped = {name: value.abs() < self.clip for name, value in gradients.items()}
+        return self.checked(add_noise(clipped, self._variance(sensitivity, weight, unclipped), self.std, source))
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
-        """That of the prepared global form."""
+        """The variance of the prepared global form."""
         return None if self.measured is None or self.std == 0 else self._variance(*self.measured, None)
 
     def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:

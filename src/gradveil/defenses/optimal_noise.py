@@ -1,4 +1,4 @@
-"""Optimal gradient noise: more where a coordinate leaks much and teaches little."""
+"""Optimal gradient noise: more on coordinates that leak much and contribute little to training."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,37 +15,38 @@ from gradveil.task import Gradients
 @DEFENSES.register("optimal-noise")
 @dataclass(frozen=True, repr=False)
 class OptimalNoise(SensitivityNoise):
-    r"""Normal noise whose variance follows sensitivity over gradient.
+    r"""Add normal noise whose variance is proportional to sensitivity over gradient.
 
     .. math:: \tilde g_i = g_i + N(0, \Sigma_{ii}), \quad
         \Sigma_{ii} = \lambda \, |\partial g_i / \partial x| \, / \max(|g_i|, 10^{-6})
 
     In the global form :math:`\Sigma_{ii} = \lambda \sqrt{E s_i^2 / E g_i^2}` over a public set, fixed in `prepare`.
-    Ratios above `cap` times their median are cut first; then lambda makes the mean variance ``std^2``, the power of
-    ``gaussian-noise`` of the same std.
+    Ratios are first capped at `cap` times their median; then lambda is chosen so that the mean variance is ``std^2``,
+    the power of ``gaussian-noise`` with the same std.
 
-    Among all diagonal covariances it minimises tr J_F, so it maximises the reconstruction bound, **at equal U2**, the
+    Among all diagonal covariances it minimises tr J_F, and so maximises the reconstruction bound, **at equal U2**, the
     variance of the loss after a step. At equal power it does not: a few coordinates with tiny gradients take most of
     the power, and tr J_F is larger than under uniform noise. Both comparisons are in experiments/sensitivity.
 
     The local form's noise level depends on the data, so the level itself leaks and there is no reconstruction bound;
-    the global form has one. A coordinate that reacts in no public example (behind a ReLU that is off in all of them)
-    gets no noise; if it reacts in a client's, the bound is 0.
+    the global form has one. A coordinate that reacts to the input in no public example (behind a ReLU that is off in
+    all of them) gets no noise; if it reacts in one of a client's examples, the bound is 0.
 
     Under FedAvg it acts in every local step.
 
     Args:
         std: square root of the mean variance; 0 is the identity.
-        directions: random input directions behind the sensitivity; its relative error is sqrt(2 / directions).
+        directions: number of random input directions that estimate the sensitivity; its relative error is
+            sqrt(2 / directions).
         form: ``"local"``, by the client's own batch, or ``"global"``, by a public set.
-        cap: largest ratio as a multiple of the median; None: no limit.
-        every: rounds for which a client uses the same sensitivity (local form), against the cost.
-        layerwise: one variance a layer: the best of those, at next to no cost in draws but less exact.
+        cap: largest ratio, as a multiple of the median ratio; None: no limit.
+        every: number of rounds for which a client reuses its sensitivity, to save time (local form only).
+        layerwise: whether to use one variance per layer, the best such choice: less exact, but next to no extra draws.
 
     References:
         Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024. **Correction**: its
         Algorithm 1 prints s_i^2; theorem 2 and equation 8 derive s_i, which is used here. **Our choice**: the upper
-        limit, which the paper asks for and does not state, is relative to the median.
+        limit, which the paper requires but does not state, is relative to the median.
 
     Example:
         >>> import torch
@@ -71,7 +72,7 @@ class OptimalNoise(SensitivityNoise):
 
     @property
     def idle(self) -> bool:
-        """No noise, nothing to do."""
+        """Whether there is no noise to add."""
         return self.std == 0
 
     def variance(self, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor]) -> Gradients:
@@ -85,5 +86,5 @@ class OptimalNoise(SensitivityNoise):
         return self.checked(add_noise(gradients, self.variance(sensitivity, weight), self.std, source))
 
     def noise_variance(self) -> Mapping[str, Tensor] | None:
-        """That of the prepared global form."""
+        """The variance of the prepared global form."""
         return None if self.measured is None or self.idle else self.variance(*self.measured)

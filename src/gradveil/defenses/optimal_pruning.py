@@ -1,4 +1,4 @@
-"""Optimal pruning: drop the coordinates that leak most per unit of use."""
+"""Optimal pruning: drop the coordinates that leak most relative to their utility."""
 
 import math
 from collections.abc import Mapping
@@ -20,14 +20,14 @@ from gradveil.update import LocalSteps, steps_of
 @DEFENSES.register("optimal-pruning")
 @dataclass(frozen=True, repr=False)
 class OptimalPruning(SensitivityDriven):
-    r"""Zero the share of the coordinates with the largest sensitivity over gradient.
+    r"""Zero the share of the coordinates with the largest ratio of sensitivity to gradient.
 
     .. math:: k_i = |\partial g_i / \partial x| / |g_i|; \quad \text{the } \lfloor rate \cdot d \rfloor
         \text{ largest } k_i \text{ are zeroed}
 
-    ranked over all layers together, equal ones by position; in the global form
+    ranked over all layers together, with ties broken by position. In the global form
     :math:`k_i = \sqrt{E s_i^2 / E g_i^2}` over a public set, so the same coordinates are dropped every round. A
-    coordinate whose gradient is zero goes first: dropping it costs nothing.
+    coordinate whose gradient is zero is dropped first, because that costs nothing.
 
     Nothing random is added, so there is no reconstruction bound.
 
@@ -35,10 +35,11 @@ class OptimalPruning(SensitivityDriven):
 
     Args:
         rate: share of the coordinates removed; 0 is the identity.
-        directions: random input directions behind the sensitivity; its relative error is sqrt(2 / directions).
+        directions: number of random input directions that estimate the sensitivity; its relative error is
+            sqrt(2 / directions).
         form: ``"local"``, by the client's own batch, or ``"global"``, by a public set.
-        every: rounds for which a client uses the same sensitivity (local form), against the cost.
-        layerwise: remove the share of each layer by itself.
+        every: number of rounds for which a client reuses its sensitivity, to save time (local form only).
+        layerwise: whether to remove the share of each layer separately.
 
     References:
         Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024. **Correction**: theorem 4
@@ -65,13 +66,14 @@ class OptimalPruning(SensitivityDriven):
 
     @property
     def idle(self) -> bool:
-        """Nothing is removed."""
+        """Whether nothing is removed."""
         return self.rate == 0
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """What arrived is the gradient, unless several local steps each pruned other coordinates.
+        """What arrived is the gradient, unless several local steps each pruned different coordinates.
 
-        Then a coordinate that arrived may lack some of the steps, and nobody can say which: the steps are simulated.
+        Then a coordinate that arrived may lack some of the steps, and nobody can say which, so the generic attacker
+        simulates the steps.
         """
         if self.idle:
             return NOTHING_TO_KNOW
@@ -82,8 +84,8 @@ class OptimalPruning(SensitivityDriven):
     def defend(
         self, gradients: Gradients, sensitivity: Mapping[str, Tensor], weight: Mapping[str, Tensor], source: Source
     ) -> Gradients:
-        """Zero what leaks most for its use."""
-        # Squares rank like roots.
+        """Zero the coordinates that leak most relative to their utility."""
+        # The squares have the same order as the ratios.
         scores = {
             name: torch.where(weight[name] > 0, value.double() / weight[name].double(), torch.inf).flatten()
             for name, value in sensitivity.items()
@@ -91,13 +93,13 @@ class OptimalPruning(SensitivityDriven):
         if self.layerwise:
             kept = {name: self._kept(value) for name, value in scores.items()}
         else:
-            together = self._kept(torch.cat(list(scores.values())))
-            parts = torch.split(together, [value.numel() for value in scores.values()])
+            all_kept = self._kept(torch.cat(list(scores.values())))
+            parts = torch.split(all_kept, [value.numel() for value in scores.values()])
             kept = dict(zip(scores, parts, strict=True))
         return {name: torch.where(kept[name].view(value.shape), value, 0) for name, value in gradients.items()}
 
     def _kept(self, scores: Tensor) -> Tensor:
-        """False for the share of the largest scores."""
+        """A mask that is False for the largest scores."""
         worst = scores.argsort(descending=True, stable=True)[: share_of(self.rate, scores.numel(), math.floor)]
         kept = torch.ones_like(scores, dtype=torch.bool)
         kept[worst] = False

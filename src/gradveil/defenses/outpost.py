@@ -1,4 +1,4 @@
-"""Outpost: noise by layer risk on the informative entries, pruning, less and less often."""
+"""Outpost: noise on the informative entries by layer risk, then pruning, less and less often."""
 
 import math
 import statistics
@@ -21,29 +21,30 @@ from gradveil.update import ClientRound, LocalSteps, Update
 @DEFENSES.register("outpost")
 @dataclass(frozen=True, repr=False)
 class Outpost(Defense):
-    r"""In a falling share of the rounds, add noise where Fisher information is large, then prune.
+    r"""In a decreasing share of the rounds, add noise where the Fisher information is large, then prune.
 
     .. math:: risk_l = \min(Var(w_l), 1), \quad
               \tilde g_l = prune\big(g_l + N(0, (scale \cdot risk_l)^2) \cdot [g^2 \text{ among the largest}]\big)
 
     In round t (the client's own count, from 0) this happens with probability ``1 / (1 + decay t)``; in the other
-    rounds the update leaves **as it is**. So the protection is that of the first rounds, and an attacker only waits.
-    The empirical Fisher information of a coordinate is its squared gradient; the largest `noised` share of each layer
-    gets noise, then the smallest `pruned` share of the noisy layer is zeroed. Counts are exact: ``ceil(noised n)``
-    values get noise, ``ceil((1 - pruned) n)`` are sent.
+    rounds the update is sent **unchanged**. So it protects the first rounds, and an attacker only has to wait. The
+    empirical Fisher information of a coordinate is its squared gradient; the largest `noised` share of each layer gets
+    noise, then the smallest `pruned` share of the noisy layer is zeroed. Counts are exact: ``ceil(noised n)`` values
+    get noise, ``ceil((1 - pruned) n)`` are sent.
 
     It needs the weights, not the data: under FedAvg it acts once, on the finished update, with the weights the server
-    sent. The round count lives in the client's `memory`.
+    sent. The round count is kept in the client's `memory`.
 
-    Choices the sources leave open: the paper decays over local iterations, we over rounds; the Fisher threshold is per
-    layer (one over all layers would leave whole layers untouched); noise comes before pruning, so that the update is
-    as sparse as the pruning says; a layer of a single weight has no variance and counts as risk 0.
+    Choices where the sources say nothing: the paper decays over local iterations, we over rounds; the Fisher threshold
+    is per layer (a common one would leave whole layers untouched); noise comes before pruning, so that the update is as
+    sparse as `pruned` says; a layer of a single weight has no variance and counts as risk 0.
 
     Args:
         scale: noise per unit of risk (the paper's lambda).
         noised: share of each layer's values that get noise (phi).
         pruned: share of each layer's values that are zeroed (rho).
-        decay: how fast application becomes rare (beta); 0: in every round. scale = pruned = 0 is the identity.
+        decay: how fast it is applied less often (beta); with 0 it acts in every round. scale = pruned = 0 is the
+            identity.
 
     References:
         Wang, Hugh and Li, More than Enough is Too Much: Adaptive Defenses against Gradient Leakage in Production
@@ -67,11 +68,11 @@ class Outpost(Defense):
     decay: float = number(0.1, low=0)
 
     def make_update(self, client: ClientRound) -> Update:
-        """The update, perturbed if this round's draw says so."""
+        """The update, perturbed with the probability of this round."""
         memory, source = client.memory, client.source
         if memory is None:
             raise InputError(
-                f"{self.name}: needs memory=, a mapping that is the client's own and lives through all rounds, "
+                f"{self.name}: needs memory=, a mapping that belongs to the client and is kept through all rounds, "
                 "to count them"
             )
         update = client.update()
@@ -86,13 +87,13 @@ class Outpost(Defense):
         return Update(result, update.meta)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """In a round of pruning, matches what arrived by the layers' noise; in the others, all of it and exactly."""
+        """Match what arrived, weighted by the layers' noise; if it did not act in a round, match everything exactly."""
         stds = {name: self.scale * layer_risk(value) for name, value in task.parameters.items()}
         noisy = [std for std in stds.values() if std]
         typical = statistics.median(noisy) if noisy else 0.0
 
         def defended(update: Gradients) -> Tensor:
-            """Whether no layer sent more than pruning lets through."""
+            """Whether it acted in this round: no layer has more nonzero values than pruning leaves."""
             return torch.stack(
                 [(v != 0).sum() <= share_of(1 - self.pruned, v.numel(), math.ceil) for v in update.values()]
             ).all()
@@ -101,13 +102,13 @@ class Outpost(Defense):
             ranked = ordered(expected, update)
             assert ranked.weights is not None
             assert ranked.allowed is not None
-            honest = ~defended(update)
+            undefended = ~defended(update)
             weights, allowed = {}, {}
             for name in update:
                 # No layer counts more than a hundred typical ones.
                 trust = min(100.0, (typical / stds[name]) ** 2) if stds[name] else 100.0 if typical else 1.0
-                weights[name] = torch.where(honest, 1.0, trust * ranked.weights[name])
-                allowed[name] = torch.where(honest, expected[name], ranked.allowed[name])
+                weights[name] = torch.where(undefended, 1.0, trust * ranked.weights[name])
+                allowed[name] = torch.where(undefended, expected[name], ranked.allowed[name])
             return Evidence(update, weights, allowed)
 
         def variance(update: Gradients) -> Tensor:

@@ -20,23 +20,23 @@ from gradveil.update import ClientRound, LocalSteps
 @DEFENSES.register("precode")
 @dataclass(frozen=True, repr=False)
 class Precode(StepDefense):
-    r"""Train **another model**: the given one with a variational bottleneck before its classifier.
+    r"""Train a **different model**: the given one with a variational bottleneck before its classifier.
 
     .. math:: (\mu, \log \sigma^2) = E r, \quad b = \mu + \sigma \epsilon, \quad \epsilon \sim N(0, I), \quad
               logits = C D b, \qquad loss = CE + \beta \, KL(N(\mu, \sigma^2) \| N(0, I))
 
-    r is the representation that was fed to the classifier C; E and D are linear layers to and from `width` values. KL
-    is the sum over the bottleneck, averaged over the batch. `prepare` returns the task of the extended model: it has
-    more parameters (``width (3 units + 2) + units`` more; lenet becomes 31 times as large), other names
-    (``classifier.1.weight``) and other accuracy, and everything after it must use that task.
+    r is the representation that the classifier C received before; E and D are linear layers to and from `width` values.
+    KL is summed over the bottleneck and averaged over the batch. `prepare` returns the task of the extended model: it
+    has more parameters (``width (3 units + 2) + units`` more; lenet becomes 31 times as large), other names
+    (``classifier.1.weight``) and another accuracy, and everything afterwards must use that task.
 
     A client draws a fresh epsilon for every image and every step, so its gradient is random; the attacker does not
-    know it and computes with epsilon = 0, as the trained model does when it predicts. The layers before the
-    bottleneck see the noise only through the error that comes back: an attacker may leave the bottleneck and the
+    know it and computes with epsilon = 0, as the trained model does when it predicts. The layers before the bottleneck
+    are affected by the noise only through the backpropagated error: an attacker may leave the bottleneck and the
     classifier out of the matching (``mute=classifier`` of the matching attacks).
 
-    Choices the source leaves open: log-variance parametrisation, torch's default range for the new weights, no noise
-    at prediction.
+    Choices where the source says nothing: log-variance parametrisation, torch's default range for the new weights, no
+    noise at prediction.
 
     Args:
         width: size of the bottleneck.
@@ -61,9 +61,9 @@ class Precode(StepDefense):
     beta: float = number(1e-3, low=0)
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
-        """The task of the extended model, at the given weights and new ones for the bottleneck."""
-        randomness = generator or fresh_generator(task.device)
-        return Prepared(self, VariationalTask.extend(task, self.width, self.beta, randomness))
+        """The task of the extended model, with the given weights and new ones for the bottleneck."""
+        generator = generator or fresh_generator(task.device)
+        return Prepared(self, VariationalTask.extend(task, self.width, self.beta, generator))
 
     def step(self, client: ClientRound) -> Gradients:
         """The gradients of the extended model, with fresh noise."""
@@ -76,45 +76,45 @@ class Precode(StepDefense):
         return task
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """The bottleneck tells its own noise: of one image, its linear layers' gradients give what went in and out.
+        """The bottleneck reveals its noise: for one image, its linear layers' gradients give what went in and out.
 
-        A batch mixes them. There, the bottleneck and the classifier are left out of the matching.
+        A batch mixes the images; then the bottleneck and the classifier are left out of the matching.
         """
-        behind = self._extended(task).place.rpartition(".")[0]
+        left_out = self._extended(task).place.rpartition(".")[0]
         if batch_size == 1 and local is None:
             return {
-                "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_its_noise)
+                "solve-noise": Knowledge("computes the noise from the bottleneck's gradients", task=_with_solved_noise)
             }
 
         def read(_expected: Gradients, update: Gradients) -> Evidence:
             return Evidence(
-                update, {n: torch.full_like(v, not f".{n}".startswith(f".{behind}.")) for n, v in update.items()}
+                update, {n: torch.full_like(v, not f".{n}".startswith(f".{left_out}.")) for n, v in update.items()}
             )
 
         return {"mute": Knowledge("leaves the bottleneck and the classifier out", read=read)}
 
 
-def _with_its_noise(task: Task, update: Gradients) -> Task:
+def _with_solved_noise(task: Task, update: Gradients) -> Task:
     """The task with the noise that a client with one image drew.
 
-    A linear layer's weight gradient is the product of its bias gradient and what it was fed. So the encoder's gradients
-    give the representation, hence mean and deviation, and the decoder's give what the noise made of them.
+    A linear layer's weight gradient is the product of its bias gradient and its input. So the encoder's gradients give
+    the representation, hence mean and deviation, and the decoder's give the noisy bottleneck values.
     """
     assert isinstance(task, VariationalTask)
-    fed = {
+    layer_inputs = {
         name: update[f"{task.place}.{name}.bias"]
         @ update[f"{task.place}.{name}.weight"]
         / update[f"{task.place}.{name}.bias"].square().sum()
         for name in ("encoder", "decoder")
     }
     weight, bias = (task.parameters[f"{task.place}.encoder.{kind}"] for kind in ("weight", "bias"))
-    mean, log_variance = (weight @ fed["encoder"] + bias).chunk(2)
-    noise = (fed["decoder"] - mean) / (0.5 * log_variance).exp()
+    mean, log_variance = (weight @ layer_inputs["encoder"] + bias).chunk(2)
+    noise = (layer_inputs["decoder"] - mean) / (0.5 * log_variance).exp()
     return task.with_parameters(task.parameters, {f"{task.place}.noise": noise[None]})
 
 
 class Bottleneck(nn.Module):
-    """``decoder(mean + std * noise)``; the noise is a buffer, so that the module stays a function of its tensors."""
+    """``decoder(mean + std * noise)``; the noise is a buffer, so that the module remains a pure function of tensors."""
 
     def __init__(self, units: int, width: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Bottleneck(nn.Module):
         self.register_buffer("noise", torch.zeros(1, width))
 
     def forward(self, values: Tensor) -> Tensor:
-        """What the classifier gets to see of `values`."""
+        """What the classifier receives in place of `values`."""
         mean, log_variance = self.encoder(values).chunk(2, dim=-1)
         decoded: Tensor = self.decoder(mean + (0.5 * log_variance).exp() * self.noise)
         return decoded
@@ -138,7 +138,7 @@ class VariationalTask(Task):
 
     @classmethod
     def extend(cls, task: Task, width: int, beta: float, generator: torch.Generator) -> "VariationalTask":
-        """`task` with a bottleneck of `width` values; the given task's model is not touched."""
+        """`task` with a bottleneck of `width` values; the model of the given task is not changed."""
         if task.classifier is None:
             raise InputError("precode: the model has no linear classifier to put a bottleneck before")
         model = task.copy_model()
@@ -167,7 +167,7 @@ class VariationalTask(Task):
         return other
 
     def loss(self, parameters: Mapping[str, Tensor], inputs: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck values."""
+        """Mean loss of a batch plus beta times the mean KL divergence of its bottleneck distribution."""
         moments: dict[str, Tensor] = {}
         encoder = f"{self.place}.encoder"
         modules = {encoder: self._functional.stateless.get_submodule(encoder)}

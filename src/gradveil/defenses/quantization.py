@@ -19,23 +19,23 @@ ROUNDINGS = ("nearest", "stochastic")
 @DEFENSES.register("quantization")
 @dataclass(frozen=True, repr=False)
 class Quantization(Perturbation):
-    r"""Round every value to one of 2^bits evenly spaced ones between its layer's smallest and largest.
+    r"""Round every value to one of 2^bits evenly spaced values between its layer's smallest and largest.
 
     .. math:: \tilde g_i = low + step \cdot code_i, \quad step = (max - min) / (2^{bits} - 1), \quad low = min
 
     With ``"nearest"`` the code is the nearest one (ties to even) and no value moves by more than step / 2. With
     ``"stochastic"`` it is one of the two neighbours, the nearer one more often, so that the expectation is g
-    (FedPAQ); no value moves by more than a step. A layer whose values are all equal is shared as it is. The grids
-    are noted in ``update.meta.grids``, so that an encoder can send codes of `bits` bits.
+    (FedPAQ); no value moves by more than a step. A layer whose values are all equal is shared unchanged. The grids are
+    stored in ``update.meta.grids``, so that an encoder can send codes of `bits` bits.
 
     Args:
-        bits: width of a code, 1 to 28. Even at 28 bits values move a little: there is no identity.
+        bits: width of a code, 1 to 28. Even with 28 bits values move a little, so there is no identity.
         rounding: ``"nearest"`` or ``"stochastic"``.
 
     References:
         Reisizadeh et al., FedPAQ: A Communication-Efficient Federated Learning Method with Periodic Averaging and
-        Quantization, AISTATS 2020. The papers that use it as a defense leave the range of the grid open; the layer's
-        own range is our choice.
+        Quantization, AISTATS 2020. The papers that use it as a defense do not state the range of the grid; the
+        layer's own range is our choice.
 
     Example:
         >>> Quantization(bits=1).perturb({"w": torch.tensor([0.0, 0.4, 0.9, 1.0])})["w"].tolist()
@@ -45,13 +45,13 @@ class Quantization(Perturbation):
     paper = "Reisizadeh et al., AISTATS 2020"
     has_adaptive_attacker = True
     adds_noise = False
-    batches_clients = False  # the grids are those of one client
+    batches_clients = False  # because each client has its own grids
 
     bits: int = integer(8, low=1, high=MAX_BITS, strength=(16, 1))
     rounding: str = choice("nearest", ROUNDINGS)
 
     def grid(self, values: Tensor) -> Grid:
-        """The grid of one layer's values, of which there is at least one."""
+        """The grid of one layer, which must have at least one value."""
         low, high = values.min().item(), values.max().item()
         return Grid(low, (high - low) / (2**self.bits - 1), self.bits)
 
@@ -64,9 +64,9 @@ class Quantization(Perturbation):
         grid = self.grid(row)
         if grid.step == 0:
             return grid.values(torch.zeros_like(row, dtype=torch.int64), row.dtype)
-        places = (row.double() - grid.low) / grid.step
-        # floor(place + uniform) is the upper neighbour with the probability of the fractional part.
-        codes = places.round() if uniform is None else (places + uniform).floor()
+        positions = (row.double() - grid.low) / grid.step
+        # floor(position + uniform) is the upper neighbour with the probability of the fractional part.
+        codes = positions.round() if uniform is None else (positions + uniform).floor()
         return grid.values(codes.clamp(0, 2**self.bits - 1).long(), row.dtype)
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
@@ -76,21 +76,22 @@ class Quantization(Perturbation):
         return update
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """The gradient lies anywhere in the cell around what was sent: half a step to each side, or a whole one.
+        """The gradient lies in the cell around the value sent: within half a step, or a whole one if stochastic.
 
-        "interval" asks no more than that. "inner-half" asks candidates into the inner half of the cell, which leaves
-        less of the image open and was better (four images, LeNet, 4 bits: 22.2 against 18.9 dB, plain 20.3).
+        "interval" requires no more than that. "inner-half" requires candidates to lie in the inner half of the cell,
+        which leaves less of the image undetermined and was better (four images, LeNet, 4 bits: 22.2 against 18.9 dB,
+        plain 20.3).
         """
-        cells = 2**self.bits - 1
+        steps = 2**self.bits - 1
         reach = 0.5 if self.rounding == "nearest" else 1.0
 
         def within(share: float) -> Callable[[Gradients, Gradients], Evidence]:
             def read(expected: Gradients, update: Gradients) -> Evidence:
                 values = {}
                 for name, value in update.items():
-                    # The layer's smallest and largest value are on the grid, so what was sent tells the step.
-                    room = share * reach * (value.amax() - value.amin()) / cells if value.numel() else 0.0
-                    values[name] = expected[name].maximum(value - room).minimum(value + room)
+                    # The layer's smallest and largest values are on the grid, so the update reveals the step.
+                    radius = share * reach * (value.amax() - value.amin()) / steps if value.numel() else 0.0
+                    values[name] = expected[name].maximum(value - radius).minimum(value + radius)
                 return Evidence(values)
 
             return read

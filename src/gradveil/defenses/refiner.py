@@ -19,15 +19,15 @@ from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory
 
 STEP = 0.01
-"""Mean length of a step of the robust data, the root mean square over an image's values."""
+"""Mean length of a search step, as the root mean square over an image's values."""
 
 SOLVER_STEPS = 50
-"""Steps towards the equation of appendix M."""
+"""Number of steps taken to solve the equation of appendix M."""
 
 WARM_BYTES = 64 << 20
-"""What the robust data in one client's memory may take; the samples that were unused for longest go first."""
+"""Bytes that the robust data in one client's memory may take; the least recently used samples are dropped first."""
 
-_WARM = "refined/"
+_WARM_PREFIX = "refined/"
 
 
 @DEFENSES.register("refiner")
@@ -41,44 +41,45 @@ class Refiner(StepDefense):
 
     .. math:: shared = g + \min(1, epsilon / |g^* - g|) \, (g^* - g)
 
-    Here g is the client's gradient, g* that of the robust data x* under the same labels, both means over the batch, and
-    D the noise share that the evaluation network sees (`gradveil.models.evaluation`), the mean over the batch. Layers
-    count from 1 at the input; weight and bias of a module share a number. The search starts at
-    ``(1 - blend) x + blend v`` with uniform noise v: started at x itself it fools D by a small adversarial change and
-    x* still shows the image.
+    Here g is the client's gradient, g* that of the robust data x* under the same labels (both means over the batch),
+    and D is the share of noise that the evaluation network sees (`gradveil.models.evaluation`), averaged over the
+    batch. Layers are counted from 1 at the input; the weight and bias of a module share a number. The search starts at
+    ``(1 - blend) x + blend v`` with uniform noise v: started at x itself, it fools D with a small adversarial change,
+    and x* still shows the image.
 
-    `epsilon` is the knob. It is absolute and means something only beside |g|: on the papers' LeNet with uniform weights
-    a single image has |g| of about 30, and .1 changes next to nothing. In the other direction nothing is promised: x*
-    may be nearer than `epsilon`, and then g* itself is shared. All samples of a batch are refined at once.
+    `epsilon` sets the strength. It is absolute and means something only relative to |g|: on the papers' LeNet with
+    uniform weights a single image has |g| of about 30, and .1 changes next to nothing. It is only an upper limit: if
+    g* is nearer to g than `epsilon`, g* itself is shared. All samples of a batch are refined together.
 
-    With `memory`, the x* of a sample starts its next search, found again by a digest of image and label, and where
-    every sample of the batch is found half the iterations do. The robust data of the last step is kept as
-    ``memory["trained_on"]``, for audits. Both stay with the client.
+    With `memory`, the search for a sample starts from its previous x*, which is found by a digest of image and label;
+    if every sample of the batch has one, half the iterations suffice. The robust data of the last step is kept as
+    ``memory["trained_on"]`` for audits. Both stay with the client.
 
-    What it does not stop: an attacker who knows it. Robust data is the image, paler and under noise, and whoever takes
-    that back (`undo-blend`, in `adapt`) recovers 18.8 dB where the plain attack stops at 12.5 (CIFAR-10, a GELU LeNet,
-    epsilon .1); the paper's own adaptive attack does worse than the plain one. An active server's imprint block reads
-    nine in ten images as if nothing had been done (docs/active-servers.md).
+    What it does not stop: an attacker who knows it. Robust data is the image, paler and under noise, and undoing that
+    (`undo-blend`, in `adapt`) recovers 18.8 dB where the plain attack stops at 12.5 (CIFAR-10, a GELU LeNet, epsilon
+    .1); the paper's own adaptive attack does worse than the plain one. An active server's imprint block reads nine in
+    ten images as if there were no defense (docs/active-servers.md).
 
-    Under FedAvg it acts in every local step. Batch-norm statistics travel as with every other defense: they are those
-    of the client's own images, and are not protected.
+    Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
+    of the client's own images and are not protected.
 
-    The paper leaves open how x* is searched. Here: steepest descent inside the box [0, 1], every sample's step
-    normalised to a root mean square that falls evenly from .02 to 0. So the length of a step does not depend on the
-    scale of the two terms, which differs by orders of magnitude between models: with torch's default weights the first
-    is so small (1e-5 on a ReLU LeNet, against 1) that only D sets the direction; with uniform weights it leads.
+    The paper does not say how to search for x*. Here it is steepest descent inside the box [0, 1], with every sample's
+    step normalised to a root mean square that falls linearly from .02 to 0. So the length of a step does not depend on
+    the scale of the two terms, which differs by orders of magnitude between models: with torch's default weights the
+    first is so small (1e-5 on a ReLU LeNet, against 1) that D alone sets the direction; with uniform weights the first
+    dominates.
 
     Args:
         epsilon: largest distance between the shared gradient and the client's own; 0 is the identity.
-        blend: share of noise in the start (the paper's alpha).
+        blend: share of noise in the starting point (the paper's alpha).
         balance: weight of the privacy metric against the utility metric (beta).
-        iterations: steps of the search; half as many (rounded up) where every sample has a warm start.
-        decay: how much less each further layer counts (tau).
+        iterations: number of search steps; half as many (rounded up) if every sample has a warm start.
+        decay: factor by which each further layer counts less (tau).
 
     References:
         Fan, Chen, Wang, Li & Zhou, Refiner: Data Refining against Gradient Leakage Attacks in Federated Learning.
-        Correction: equation 4 sums the weighted differences before it squares them, the text says a weighted sum of
-        squared differences, and so do we.
+        Correction: equation 4 sums the weighted differences before squaring them; the text describes a weighted sum of
+        squared differences, which is what we use.
 
     Example:
         >>> import gradveil
@@ -106,7 +107,7 @@ class Refiner(StepDefense):
     decay: float = number(0.95, above=0, high=1)
 
     def step(self, client: ClientRound) -> Gradients:
-        """The gradient of robust data, projected to within `epsilon` of the client's own."""
+        """The gradient of the robust data, projected to within `epsilon` of the client's own."""
         task, inputs, labels = client.task, client.inputs, client.targets
         if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
             raise InputError(
@@ -143,7 +144,7 @@ class Refiner(StepDefense):
         }
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """The paper does not consider the first of these attackers; the second is that of its appendix M."""
+        """The paper does not consider the first of these attackers; the second is from its appendix M."""
         solving = "solves the equation that the utility metric leaves for the gradient"
         return {
             "undo-blend": Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend),
@@ -154,8 +155,8 @@ class Refiner(StepDefense):
         r"""Recover the image from the robust data that an inversion of refiner's update leads to.
 
         Robust data starts as ``(1 - blend) x + blend v`` and moves little from there, so x is still in it, paler and
-        under noise. The noise has a deviation s, estimated from x*, which is at most what blend and search make
-        together; the share r of v is what would explain s, at most `blend`. (Less than `blend` is left where the update
+        under noise. The noise has a deviation s, which is estimated from x* and limited to what blend and search can
+        produce together; r is the share of v that explains s, at most `blend`. (It is less than `blend` if the update
         was projected.)
 
         .. math:: \hat x = TV\text{-}denoise\Big(\frac{x^* - r/2}{1 - r}, \; \frac{s}{1 - r}\Big), \quad
@@ -163,21 +164,22 @@ class Refiner(StepDefense):
 
         The paper does not consider this attacker.
         """
-        path = STEP * self.iterations
-        deviation = noise_deviation(images).clamp(max=math.hypot(self.blend / math.sqrt(12), path))
-        share = (math.sqrt(12) * deviation).clamp(max=min(self.blend, 0.99))
-        paler = share.view(-1, 1, 1, 1)
-        return denoise((images - paler / 2) / (1 - paler), deviation / (1 - share))
+        path_length = STEP * self.iterations
+        deviation = noise_deviation(images).clamp(max=math.hypot(self.blend / math.sqrt(12), path_length))
+        noise_share = (math.sqrt(12) * deviation).clamp(max=min(self.blend, 0.99))
+        per_pixel = noise_share.view(-1, 1, 1, 1)
+        return denoise((images - per_pixel / 2) / (1 - per_pixel), deviation / (1 - noise_share))
 
     def solve_gradient(self, task: Task, shared: Gradients, generator: torch.Generator) -> Gradients:
-        r"""Solve the equation that refiner leaves of its utility metric for the client's gradient (appendix M).
+        r"""Solve the equation that the utility metric implies for the client's gradient (appendix M).
 
         .. math:: \sum_i w_i(g') (u_i - g'_i)^2 = const, \quad w_i(g') = |g'_i \theta_i| \, decay^{\,layer(i)}
 
-        One equation for as many unknowns as the model has parameters: some g' is found, hardly ever the right one. The
-        paper gives neither the constant nor the start. Here the constant is what a perturbation of the known length
-        `epsilon` in a random direction gives on average, `epsilon`^2 times the mean weight; the start is u with such a
-        perturbation; each step is the shortest that solves the equation to first order.
+        u is the shared gradient. This is one equation for as many unknowns as the model has parameters: some g' is
+        found, hardly ever the right one. The paper gives neither the constant nor the starting point. Here the constant
+        is what a perturbation of the known length `epsilon` in a random direction gives on average, `epsilon`^2 times
+        the mean weight; the start is u plus such a perturbation; and each step is the shortest one that solves the
+        equation to first order.
         """
         solved = []
         for victim in range(len(next(iter(shared.values())))):
@@ -194,7 +196,7 @@ class Refiner(StepDefense):
         weights: Gradients,
         network: EvaluationNetwork,
     ) -> Tensor:
-        """The derivative of the objective by the robust data."""
+        """The derivative of the objective with respect to the robust data."""
         leaf = robust.detach().requires_grad_()
         with torch.enable_grad():
             gradients = task.by_autograd().gradient(task.parameters, leaf, labels)
@@ -209,13 +211,13 @@ class Refiner(StepDefense):
         start = torch.lerp(inputs, source.uniform(inputs), self.blend)
         if memory is None:
             return start, False
-        kept = [memory.get(key) for key in _keys(inputs, labels)]
-        rows = [row if old is None else old.to(row) for row, old in zip(start, kept, strict=True)]
-        return torch.stack(rows), all(old is not None for old in kept)
+        previous = [memory.get(key) for key in _keys(inputs, labels)]
+        starts = [cold if warm is None else warm.to(cold) for cold, warm in zip(start, previous, strict=True)]
+        return torch.stack(starts), all(warm is not None for warm in previous)
 
 
 def project(own: Gradients, robust: Gradients, epsilon: float) -> Gradients:
-    """The point nearest to `robust` that is not further than `epsilon` from `own`.
+    """The point nearest to `robust` that is at most `epsilon` away from `own`.
 
     >>> project({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([1.0, 4.0])}, 0.5)["w"].tolist()
     [1.0, 0.5]
@@ -228,8 +230,8 @@ def project(own: Gradients, robust: Gradients, epsilon: float) -> Gradients:
 
 
 def _solve_one(parameters: Gradients, shared: Gradients, defense: Refiner, generator: torch.Generator) -> Gradients:
-    wanted = defense.epsilon**2 * float(_flat(defense.weights(shared, parameters)).mean())
-    if wanted == 0:
+    target = defense.epsilon**2 * float(_flat(defense.weights(shared, parameters)).mean())
+    if target == 0:
         return shared
     noise = {
         name: torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
@@ -241,12 +243,12 @@ def _solve_one(parameters: Gradients, shared: Gradients, defense: Refiner, gener
         leaves = {name: value.detach().requires_grad_() for name, value in guess.items()}
         with torch.enable_grad():
             weights = defense.weights(leaves, parameters)
-            found = torch.stack(
+            utility = torch.stack(
                 [(weights[name] * (leaves[name] - value).square()).sum() for name, value in shared.items()]
             ).sum()
-            slopes = dict(zip(leaves, torch.autograd.grad(found, list(leaves.values())), strict=True))
-        missing = wanted - found.item()
-        if abs(missing) <= 1e-6 * wanted:
+            slopes = dict(zip(leaves, torch.autograd.grad(utility, list(leaves.values())), strict=True))
+        missing = target - utility.item()
+        if abs(missing) <= 1e-6 * target:
             break
         step = missing / float(_flat(slopes).square().sum())
         guess = {name: value + step * slopes[name] for name, value in guess.items()}
@@ -268,17 +270,17 @@ def layer_numbers(names: Gradients) -> dict[str, int]:
 
 
 def _keys(inputs: Tensor, labels: Tensor) -> list[str]:
-    """A name for each sample by which its robust data is found again."""
+    """The key of each sample's robust data in the memory."""
     pairs = zip(inputs.cpu().numpy(), labels.cpu().numpy(), strict=True)
-    return [_WARM + hashlib.sha256(image.tobytes() + label.tobytes()).hexdigest() for image, label in pairs]
+    return [_WARM_PREFIX + hashlib.sha256(image.tobytes() + label.tobytes()).hexdigest() for image, label in pairs]
 
 
 def _remember(memory: Memory, inputs: Tensor, labels: Tensor, robust: Tensor) -> None:
     memory["trained_on"] = robust
     for key, value in zip(_keys(inputs, labels), robust, strict=True):
-        memory.pop(key, None)  # a mapping keeps its keys in the order they came: the one just used goes to the end
+        memory.pop(key, None)  # a mapping keeps its keys in insertion order, so this one moves to the end
         memory[key] = value.half()
-    room = WARM_BYTES // (2 * robust[0].numel())
-    kept = [key for key in memory if key.startswith(_WARM)]
-    for key in kept[: max(0, len(kept) - room)]:
+    capacity = WARM_BYTES // (2 * robust[0].numel())
+    kept = [key for key in memory if key.startswith(_WARM_PREFIX)]
+    for key in kept[: max(0, len(kept) - capacity)]:
         del memory[key]

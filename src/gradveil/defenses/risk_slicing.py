@@ -21,48 +21,48 @@ from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, ClientState, LocalSteps, ServerRound, Update
 
 MOST_BLOCKS = 4096
-"""Into how many blocks of equal size a model is cut at most; the greatest common divisor alone may ask for millions."""
+"""Largest number of equal blocks that a model is cut into; the greatest common divisor alone might mean millions."""
 DIRECTIONS = 10
-"""Random directions behind each public example's risk."""
+"""Number of random directions that estimate the risk of each public example."""
 
 
 @DEFENSES.register("risk-slicing")
 @dataclass(frozen=True, repr=False)
 class RiskSlicing(Defense):
-    r"""Noise on a few random slices of the gradient, all slices being equally risky; the server removes what it can.
+    r"""Add noise to a few random slices of equal risk; the server removes what noise it can from the aggregate.
 
-    Set-up (`prepare`), once, on a public root set of about 100 examples: the risk of a layer is the mean over the
-    examples of the Frobenius norm of :math:`\partial g_l / \partial x`; layers are cut into blocks, and the blocks
-    are packed into `slices` slices of nearly equal risk, which stay fixed. Each round each client draws
+    `prepare` runs once, on a public root set of about 100 examples. The risk of a layer is the mean over the examples
+    of the Frobenius norm of :math:`\partial g_l / \partial x`; layers are cut into blocks, and the blocks are packed
+    into `slices` slices of nearly equal risk, which stay fixed. In each round each client draws
     :math:`k = \max(1, \lfloor slices \cdot ratio \rfloor)` slices without replacement and adds :math:`N(0, std^2)`
-    to them, the others leave as they are. The server averages, and projects the mean off the directions that hold
-    nothing but noise (`gradveil.compensate`) of variance
+    to them; the other slices are sent unchanged. The server averages the updates and removes from the mean the
+    directions that hold nothing but noise (`gradveil.compensate`), whose variance is
 
     .. math:: \frac{k}{slices} \sum_i w_i^2 \, std^2
 
-    With `clip` each example's gradient is first scaled down to that norm and the noise is ``std * clip``; this limits
+    With `clip` each example's gradient is first scaled down to that norm, and the noise is ``std * clip``; this limits
     what a server gains by compensating the update of a single client. It needs the client's data.
 
-    Without `clip` it acts once, on the finished update, and under FedAvg too; with `clip`, examples are clipped in
-    every local step and the noise is added once, to the finished update.
+    Without `clip` it acts once, on the finished update, also under FedAvg; with `clip`, examples are clipped in every
+    local step and the noise is added once, to the finished update.
 
     What it does not stop: the slices are public, so an attacker leaves out those that fit its candidate worst, and
-    recovers single images from the others as from an undefended update (docs/findings.md).
+    recovers single images from the others as well as from an undefended update (docs/findings.md).
 
     Args:
         slices: number of slices.
         ratio: share of the slices that get noise; .2 against DLG and .3 against Inverting Gradients in the paper.
-        std: standard deviation of the noise, in units of `clip` if there is one; 0 adds none.
+        std: standard deviation of the noise, in units of `clip` if that is given; 0 adds none.
         clip: norm to which each example's gradient is clipped; None: no clipping.
         compensate: whether the server removes noise from the aggregate.
-        aspect: rows by columns of the matrix that compensation works on.
+        aspect: number of rows per column of the matrix that compensation works on.
 
     References:
-        "Risk-sliced perturbation with global compensation". **Corrections**: the variance of the noise in the mean
-        (the paper's is that of a sum, m^2 times larger with equal weights). **Our choices**: risk is estimated with
-        random input directions (`Task.sensitivity`); a block is never smaller than a 4096th of the model; a block
-        never spans two layers, so a layer's last block may be smaller; blocks are packed greedily, the riskiest first
-        and always into the lightest slice.
+        "Risk-sliced perturbation with global compensation". **Corrections**: the variance is that of the noise in the
+        mean (the paper's is that of a sum, m^2 times larger with equal weights). **Our choices**: risk is estimated
+        with random input directions (`Task.sensitivity`); a block is never smaller than a 4096th of the model; a block
+        never spans two layers, so a layer's last block may be smaller; blocks are packed greedily, the riskiest first,
+        always into the slice with the least risk.
 
     Example:
         >>> from gradveil import models
@@ -87,16 +87,16 @@ class RiskSlicing(Defense):
     clip: float | None = number(None, above=0)
     compensate: bool = flag(True)
     aspect: float = number(ASPECT, low=1)
-    slice_of: Tensors | None = state()  # the slice of every coordinate, once prepared
+    slice_of: Tensors | None = state()  # the slice number of every coordinate, set by `prepare`
 
     @property
     def gradient_only(self) -> bool:  # type: ignore[override]
-        """Clipping needs each example's gradient."""
+        """Whether it does not clip, which would need each example's gradient."""
         return self.clip is None
 
     @property
     def noisy_slices(self) -> int:
-        """Slices that get noise in a round."""
+        """Number of slices that get noise in a round."""
         return max(1, share_of(self.ratio, self.slices, math.floor))
 
     @property
@@ -107,25 +107,27 @@ class RiskSlicing(Defense):
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """Measure the layers' risk on the public set and cut the slices."""
         if public is None:
-            raise InputError(f"{self.name}: prepare needs public=(inputs, labels), about 100 examples nobody must hide")
+            raise InputError(
+                f"{self.name}: prepare needs public=(inputs, labels), about 100 examples that are not private"
+            )
         risks = layer_risks(task, *public, directions=DIRECTIONS, generator=generator)
         slices = cut_slices(task.parameters, risks, self.slices)
         return Prepared(replace(self, slice_of=Tensors(slices)), task)
 
     def make_update(self, client: ClientRound) -> Update:
-        """Compute the client's update, clipped if asked for, and put noise on random slices."""
+        """Compute the client's update, with clipping if requested, and add noise to random slices."""
         self._slices_for(client.task.parameters)
         update = client.update(Task.gradients if self.clip is None else self._clipped)
         return self._add_noise(checked_gradients(self.name, update), client.source)
 
     def perturb_gradients(self, gradients: Mapping[str, Tensor], client: ClientState) -> Update:
-        """Put noise on random slices; only without `clip`, which needs each example's gradient."""
+        """Add noise to random slices; possible only without `clip`, which needs each example's gradient."""
         if self.clip is not None:
             return super().perturb_gradients(gradients, client)
         return self._add_noise(checked_gradients(self.name, gradients), client.source)
 
     def combine(self, received: ServerRound) -> Update:
-        """The weighted mean, with the noise removed as far as its spectrum tells it apart."""
+        """The weighted mean, with the noise removed as far as its spectrum distinguishes it."""
         mean = received.mean()
         if not self.compensate:
             return mean
@@ -133,23 +135,23 @@ class RiskSlicing(Defense):
         return compensate(mean, variance, aspect=self.aspect)
 
     def aggregate_variance(self, weights: Sequence[float]) -> float:
-        """Variance of the noise of one value of the weighted mean; the weights need not sum to 1."""
+        """Variance of the noise on one value of the weighted mean; the weights need not sum to 1."""
         squared_shares = sum(weight**2 for weight in weights) / sum(weights) ** 2
         return self.noisy_slices / self.slices * squared_shares * self.noise_std**2
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Noise is in few slices, and in all of a slice: those that fit a candidate worst are left out.
+        """Only a few slices have noise, each in all its coordinates: leave out those that fit a candidate worst.
 
-        "compensate" is the abuse that the paper fears: the server compensates the update of a single client.
+        "compensate" is the abuse that the paper warns of: the server compensates the update of a single client.
         """
         if self.std == 0 and self.clip is None:
             return NOTHING_TO_KNOW
         slice_of = self._slices_for(task.parameters)
         expect = each_round(clip_to(self.clip)) if self.clip is not None and not local else None
         compensated = Knowledge("compensates the single update, then inverts it", before=self._denoise, expect=expect)
-        if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike: there is none to leave out
-            noise = Knowledge("weighs a prior by the noise", expect=expect, variance=self.noise_std**2)
-            return {"prior": noise, "compensate": compensated}
+        if self.noisy_slices == self.slices or self.std == 0:  # all slices are alike, so there is none to leave out
+            prior = Knowledge("weighs a prior by the noise", expect=expect, variance=self.noise_std**2)
+            return {"prior": prior, "compensate": compensated}
 
         def read(expected: Gradients, update: Gradients) -> Evidence:
             squares = {name: (expected[name] - value).square() for name, value in update.items()}
@@ -172,7 +174,7 @@ class RiskSlicing(Defense):
         return {"trimmed": Knowledge(left_out, expect=expect, read=read), "compensate": compensated}
 
     def _denoise(self, _task: Task, updates: Gradients, _generator: torch.Generator) -> Gradients:
-        """Every victim's update compensated as if it were the aggregate."""
+        """Compensate every victim's update as if it were the aggregate."""
         variance = self.aggregate_variance([1.0])
         cleaned = [
             compensate({name: value[victim] for name, value in updates.items()}, variance, aspect=self.aspect)
@@ -183,7 +185,7 @@ class RiskSlicing(Defense):
     def _slices_for(self, gradients: Mapping[str, Tensor]) -> Tensors:
         if self.slice_of is None:
             raise InputError(
-                f"{self.name}: the slices are not cut yet; call prepare(task, public=(inputs, labels)) once before"
+                f"{self.name}: the slices are not cut yet; call prepare(task, public=(inputs, labels)) once first"
             )
         got, expected = shapes_of(gradients), shapes_of(self.slice_of)
         if got != expected:
@@ -223,7 +225,7 @@ def layer_risks(
         task: the model.
         inputs: the public examples.
         labels: their labels.
-        directions: random directions an example; None: exact.
+        directions: number of random directions per example; None: exact.
         generator: source of the directions.
     """
     source = source_of(generator)
@@ -236,12 +238,12 @@ def layer_risks(
 
 
 def cut_slices(layers: Mapping[str, Tensor], risks: Mapping[str, float], slices: int) -> dict[str, Tensor]:
-    """The slice of every coordinate, shaped like the layers, so that the slices' risks are nearly equal.
+    """The slice number of every coordinate, shaped like the layers, chosen so that the slices' risks are nearly equal.
 
     Args:
-        layers: tensors by name, for their shapes.
-        risks: of each layer; a block has its share of it by size.
-        slices: how many.
+        layers: tensors by name, of which only the shapes matter.
+        risks: the risk of each layer, which is divided among its blocks by size.
+        slices: number of slices.
     """
     sizes = {name: value.numel() for name, value in layers.items() if value.numel()}
     block = max(math.gcd(*sizes.values()), math.ceil(sum(sizes.values()) / MOST_BLOCKS))
@@ -251,10 +253,12 @@ def cut_slices(layers: Mapping[str, Tensor], risks: Mapping[str, float], slices:
         for first in range(0, size, block)
     ]
     blocks.sort(key=lambda entry: entry[0], reverse=True)
-    owner = {name: torch.zeros(value.numel(), dtype=torch.int32, device=value.device) for name, value in layers.items()}
-    lightest = [(0.0, 0, number) for number in range(slices)]  # risk, blocks (so that ties are spread), number
+    slice_of = {
+        name: torch.zeros(value.numel(), dtype=torch.int32, device=value.device) for name, value in layers.items()
+    }
+    heap = [(0.0, 0, number) for number in range(slices)]  # risk, number of blocks (to spread ties), slice number
     for risk, name, first in blocks:
-        weight, count, number = lightest[0]
-        owner[name][first : first + block] = number
-        heapq.heapreplace(lightest, (weight + risk, count + 1, number))
-    return {name: owner[name].view(value.shape) for name, value in layers.items()}
+        slice_risk, count, number = heap[0]
+        slice_of[name][first : first + block] = number
+        heapq.heapreplace(heap, (slice_risk + risk, count + 1, number))
+    return {name: slice_of[name].view(value.shape) for name, value in layers.items()}

@@ -20,10 +20,10 @@ class SecureAggregation(Perturbation):
 
     .. math:: visible = \sum_{i=1}^m u_i
 
-    The protocol's outcome, not its cryptography: `share` is the plain update, and `visible` is what pairwise masks
-    leave for the server to read. How much that hides depends on the number m of clients alone: the sum of m single
-    images is m times the gradient of a batch of m, and an attacker may attack that. With one client it hides
-    nothing, and a server that invents the other clients has just that.
+    This simulates the protocol's outcome, not its cryptography: `share` is the plain update, and `visible` is what the
+    server can read through the pairwise masks. How much that hides depends only on the number m of clients: the sum of
+    the gradients of m single images is m times the gradient of a batch of m, and an attacker may attack that. With one
+    client it hides nothing, and a server that invents all other clients is in that position.
 
     References:
         Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017.
@@ -40,16 +40,16 @@ class SecureAggregation(Perturbation):
     hides_updates, adds_noise, keeps_zeros = True, False, True
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """A copy: what is hidden is hidden from the server, see `visible`."""
+        """A copy; the hiding happens in `visible`."""
         return rows.clone()
 
     def visible(self, updates: Sequence[Update]) -> list[Update]:
-        """The sum of the updates, `meta.clients` of them; batch-norm statistics are averaged."""
+        """The sum of the updates, with their number in `meta.clients`; batch-norm statistics are averaged."""
         mean = weighted_mean(updates)
         total = {name: torch.stack([update[name] for update in updates]).sum(0) for name in mean}
         local = updates[0].meta.local
         return [Update(total, replace(mean.meta, local=local, clients=len(updates)))]
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """Nothing is hidden but who sent what, and nothing random is left in the sum."""
+        """Only who sent what is hidden, and the sum contains nothing random."""
         return NOTHING_TO_KNOW

@@ -1,4 +1,4 @@
-"""Soteria: prune the gradient of the classifier by what its inputs tell about the image."""
+"""Soteria: prune the gradient of the classifier by what its inputs reveal about the image."""
 
 import math
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, steps_of
 
-MEMORY = 1 << 28
-"""Bytes that the units or directions worked on at once may take."""
+MEMORY_BUDGET = 1 << 28
+"""Bytes that the units or directions processed together may take."""
 
 
 @DEFENSES.register("soteria")
@@ -28,23 +28,23 @@ class Soteria(StepDefense):
 
     .. math:: score_i = \sum_{images} |\partial r_i / \partial x| \, / \, |r_i|
 
-    r is the representation before the classifier, found by watching the model run. The `rate` share of its units with
-    the *smallest* score loses its columns: there a change of r costs the attacker most in x. All other layers, and
-    the classifier's bias, leave untouched; **an attacker who ignores the classifier's weight sees an undefended
-    update** (``mute=classifier`` of the matching attacks).
+    r is the representation before the classifier, found by observing the model as it runs. The `rate` share of its
+    units with the *smallest* scores lose their columns: for these, a change of r costs the attacker most in x. All
+    other layers and the classifier's bias are sent unchanged; **an attacker who ignores the classifier's weight sees an
+    undefended update** (``mute=classifier`` of the matching attacks).
 
     Under FedAvg it acts in every local step.
 
-    Choices the sources leave open (four denominators circulate): \|r_i\| as it stands, nothing added; of a batch,
-    each image's score is taken by itself and then summed; an image on which a unit is silent (r_i = 0 and no slope)
-    adds nothing, and units silent on every image are not counted: their columns are zero already. With batch norm in
-    train mode r_i stands for the unit's sum over the batch.
+    Choices where the sources differ or say nothing (four denominators are in use): \|r_i\| itself, with nothing added;
+    in a batch, scores are computed for each image separately and then summed; an image on which a unit is silent
+    (r_i = 0 with zero slope) adds nothing, and units that are silent on every image are not counted, because their
+    columns are zero already. With batch norm in train mode r_i stands for the unit's sum over the batch.
 
     Args:
         rate: share of the (not silent) units whose columns are zeroed, rounded down; 0 is the identity.
-        directions: 0: exact scores, one vectorised backward pass a unit; otherwise estimates from so many random
-            input directions in forward mode, :math:`|\partial r_i/\partial x|^2 = E_v (J v)_i^2`, whose relative
-            standard error is sqrt(1 / (2 directions)).
+        directions: with 0, scores are exact, from one vectorised backward pass per unit; otherwise they are estimated
+            from this many random input directions in forward mode, :math:`|\partial r_i/\partial x|^2 = E_v (J v)_i^2`,
+            with a relative standard error of sqrt(1 / (2 directions)).
 
     References:
         Sun et al., Soteria: Provable Defense against Privacy Leakage in Federated Learning from Representation
@@ -67,7 +67,7 @@ class Soteria(StepDefense):
     directions: int = integer(0, low=0)
 
     def step(self, client: ClientRound) -> Gradients:
-        """The gradients, with columns zeroed."""
+        """The gradients, with the chosen columns zeroed."""
         weight = self._pruned_layer(client.task)
         gradients = client.task.gradients(client.inputs, client.targets)
         scores = self.scores(client.task, client.inputs, generator=client.source)
@@ -76,9 +76,9 @@ class Soteria(StepDefense):
         return {**gradients, weight: gradients[weight].index_fill(1, columns, 0.0)}
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """All layers but the classifier's weight are as they were, and so are its columns that were not zeroed.
+        """Everything is exact except the zeroed columns of the classifier's weight, so only these are left out.
 
-        Of several local steps, each zeroed other columns; there the classifier's weight is left out as a whole.
+        If there are several local steps, each zeroes different columns; then the whole weight is left out.
         """
         weight, several = self._pruned_layer(task), steps_of(local, batch_size) > 1
 
@@ -119,7 +119,7 @@ class Soteria(StepDefense):
 
 
 def exact_slopes(task: Task, inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Norms of d r_i / d x, and r itself, both ``[N, units]``: one backward pass a unit, many units at once."""
+    """Norms of d r_i / d x, and r itself, both ``[N, units]``: one backward pass per unit, many units at once."""
     parameters = task.parameters
     values: Tensor
     values, pull_back, *_ = vjp(lambda x: task.representation(parameters, x), inputs)
@@ -137,7 +137,7 @@ def exact_slopes(task: Task, inputs: Tensor) -> tuple[Tensor, Tensor]:
 def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source) -> tuple[Tensor, Tensor]:
     """`exact_slopes`, estimated from random directions; each image gets directions of its own."""
     parameters = task.parameters
-    inputs = inputs.clone()  # the tangent of a view is as large as what it views
+    inputs = inputs.clone()  # the tangent of a view is as large as the tensor behind it
 
     def represent(inputs: Tensor) -> Tensor:
         return task.representation(parameters, inputs)
@@ -152,7 +152,7 @@ def estimated_slopes(task: Task, inputs: Tensor, directions: int, source: Source
 
 
 def _chunk(task: Task, batch: int) -> int:
-    # Two values an activation: the derivative that comes in and the one that goes out. More at once gain nothing
-    # (measured: lenet is fastest with 64, resnet18 with the 16 that this budget allows).
+    # Two values per activation: the derivatives of its input and of its output. Larger chunks gain nothing (measured:
+    # lenet is fastest with 64, resnet18 with the 16 that this budget allows).
     values = 2 * batch * task.activations
-    return max(1, min(64, MEMORY // (values * task.dtype.itemsize)))
+    return max(1, min(64, MEMORY_BUDGET // (values * task.dtype.itemsize)))

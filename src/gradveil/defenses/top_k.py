@@ -18,12 +18,12 @@ from gradveil.update import LocalSteps
 @DEFENSES.register("top-k")
 @dataclass(frozen=True, repr=False)
 class TopK(Perturbation):
-    r"""Share the largest values of each layer, zero the rest (gradient compression).
+    r"""Share the largest values of each layer and zero the rest (gradient compression).
 
     Of a layer's n values the ``ceil(keep n)`` largest in magnitude are shared; ties go to the earlier position.
 
     Args:
-        keep: share of values that is sent; 1 is the identity.
+        keep: share of values that are sent; 1 is the identity.
 
     References:
         Lin et al., Deep Gradient Compression, ICLR 2018.
@@ -41,12 +41,12 @@ class TopK(Perturbation):
     keep: float = number(0.2, above=0, high=1, strength=(1.0, 1e-4), log=True)
 
     def perturb_rows(self, rows: Tensor, draws: Draws) -> Tensor:
-        """Keep the largest."""
+        """Keep the largest values."""
         kept = share_of(self.keep, rows.shape[1], math.ceil)
         return keep_ranks(rows, 0, kept)
 
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
-        """What arrived is the gradient; what did not is smaller."""
+        """What arrived is the gradient; what did not is smaller than everything that did."""
         return {
             "ordered": Knowledge(
                 "matches what arrived; the rest must be smaller",

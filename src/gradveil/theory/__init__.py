@@ -1,4 +1,4 @@
-"""Bounds and predictions, each next to a test that measures what it predicts."""
+"""Bounds and predictions, each with a test that measures what it predicts."""
 
 from gradveil.theory.dropout import dropout_cosine_limit, dropout_distance, sufficient_keep
 from gradveil.theory.pruning import pruned_share, pruning_cosine, pruning_distance, residual_bound

@@ -9,12 +9,12 @@ from gradveil.core.errors import ParameterError
 
 
 def dropout_distance(gradient: Tensor, keep: float, std: float) -> float:
-    r"""The expected squared distance of a layer from its Gradient Dropout, per coordinate.
+    r"""The expected squared distance per coordinate between a layer's gradient and its Gradient Dropout.
 
     .. math:: E|\tilde g - g|^2 / d = \frac{1 - keep}{keep} \overline{g^2} + (1 - keep) std^2
 
-    **Correction**: the paper's appendix has (1 - keep)^2 in the second term. Its theorems 2 and 3 leave out the noise
-    of the mask, and are not here.
+    **Correction**: the paper's appendix has (1 - keep)^2 in the second term. Its theorems 2 and 3 neglect the noise of
+    the mask and are not included here.
 
     Args:
         gradient: a layer's gradient.
@@ -34,11 +34,12 @@ def dropout_distance(gradient: Tensor, keep: float, std: float) -> float:
 
 
 def sufficient_keep(gap: float, std: float) -> float:
-    r"""Below this `keep` the expected squared distance per coordinate exceeds `gap`, whatever the gradient.
+    r"""The value of `keep` below which the expected squared distance per coordinate exceeds `gap` for any gradient.
 
     .. math:: keep < 1 - gap / std^2
 
-    Sufficient, not necessary: it counts the decoys' noise alone. The decoys' std is the knob for a gradient near zero.
+    The condition is sufficient, not necessary, because it counts only the decoys' noise. For a gradient near zero, only
+    the decoys' std matters.
 
     Example:
         >>> round(sufficient_keep(gap=0.005, std=0.1), 6)
@@ -59,8 +60,8 @@ def dropout_cosine_limit(keep: float) -> float:
 
     .. math:: \cos(g, \tilde g) \to 1 / \sqrt{1 / keep + (1 - keep) d\, std^2 / |g|^2} \le \sqrt{keep}
 
-    It holds in the limit for, say, Gaussian gradients; **not** for a gradient that a few coordinates dominate, whose
-    cosine is near 1 with probability `keep` each.
+    It holds in the limit for, say, Gaussian gradients, but **not** for a gradient dominated by a few coordinates: if
+    one dominates, the cosine is near 1 with probability `keep`.
 
     Example:
         >>> round(dropout_cosine_limit(0.81), 12)

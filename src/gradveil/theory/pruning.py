@@ -16,10 +16,10 @@ def pruned_share(gradients: Layers, sent: Layers) -> float:
 
     .. math:: \gamma_1 = |g - sent|^2 / |g|^2
 
-    For a pruning defense it decides both the distance and the angle, exactly: see `pruning_distance` and
+    For a pruning defense it determines both the distance and the angle exactly: see `pruning_distance` and
     `pruning_cosine`. **Correction**: the paper's degradation terms, eps + sqrt(gamma_1) |g| and
-    eps + (1 - eps) sqrt(gamma_1), bound the attacker's error from *above*. An upper bound on the error of an attacker
-    guarantees nothing, so they are not here.
+    eps + (1 - eps) sqrt(gamma_1), bound the attacker's error from *above*. An upper bound on an attacker's error
+    guarantees nothing, so they are not included here.
 
     Args:
         gradients: the gradients before pruning, by layer.
@@ -34,7 +34,8 @@ def pruned_share(gradients: Layers, sent: Layers) -> float:
         0.64
     """
     if gradients.keys() != sent.keys():
-        raise InputError(f"pruned_share: expected the same layers, differs in {sorted(gradients.keys() ^ sent.keys())}")
+        differing = sorted(gradients.keys() ^ sent.keys())
+        raise InputError(f"pruned_share: expected the same layers in both, but they differ in {differing}")
     total = _energy(gradients)
     if total == 0:
         raise InputError("pruned_share: expected a gradient that is not zero everywhere")
@@ -42,7 +43,7 @@ def pruned_share(gradients: Layers, sent: Layers) -> float:
 
 
 def pruning_distance(share: float, norm: float) -> float:
-    """``|g - sent| = sqrt(gamma_1) |g|``: how far an update of that `pruned_share` lies from the gradient.
+    """``|g - sent| = sqrt(gamma_1) |g|``: how far an update with this `pruned_share` lies from the gradient.
 
     >>> pruning_distance(0.64, norm=5.0)
     4.0
@@ -51,7 +52,7 @@ def pruning_distance(share: float, norm: float) -> float:
 
 
 def pruning_cosine(share: float) -> float:
-    """``cos(g, sent) = sqrt(1 - gamma_1)``: the angle between a gradient and its pruned update.
+    """``cos(g, sent) = sqrt(1 - gamma_1)``: the cosine of the angle between a gradient and its pruned update.
 
     >>> round(pruning_cosine(0.64), 12)
     0.6
@@ -65,9 +66,9 @@ def residual_bound(share: float, norm: float) -> float:
     .. math:: |e_t|^2 \le \frac{3 \gamma (2 + \gamma)}{2 (1 - \gamma)^2} G^2
 
     It follows from unrolling ``|e_{t+1}|^2 <= gamma |g_t + e_t|^2`` and needs **one gamma < 1 for every
-    P_t = g_t + e_t**, the values that are pruned. **Correction**: the paper takes the gamma of the gradient. That is
-    false: with dual pruning on a gradient that stays the same the largest coordinates are never sent, their residual
-    grows without end, and the gamma of P_t goes to 1 while that of g stays where it was.
+    P_t = g_t + e_t**, the values that are pruned. **Correction**: the paper takes the gamma of the gradient, which is
+    wrong: with dual pruning on a constant gradient the largest coordinates are never sent, their residual grows without
+    bound, and the gamma of P_t goes to 1 while that of g does not change.
 
     Args:
         share: the largest `pruned_share` of any P_t; below 1.

@@ -1,4 +1,4 @@
-"""Which layers let a closed-form inversion pass: the equations a gradient gives, counted before anything is run."""
+"""Which layers a closed-form inversion can pass, from the rank of the equations that a gradient gives."""
 
 import math
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from gradveil.task import Task
 # A singular value below this share of the largest counts as zero.
 TOLERANCE = 1e-6
 LARGEST_MATRIX = 1 << 27
-"""Values of a matrix whose rank is still computed (1 GiB); of larger ones the equations are only counted."""
+"""Most values of a matrix whose rank is computed (1 GiB); for larger matrices, equations are only counted."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A module without children, as it ran.
+    """A module without children, with its input and output in one run.
 
     Args:
-        name: of the module.
+        name: name of the module.
         module: the module itself, in double precision.
-        inputs: what went in, ``[1, ...]``.
-        outputs: what came out.
-        follows: whether its input is the output of the leaf before it (or the network's input), and nothing else.
+        inputs: its input, ``[1, ...]``.
+        outputs: its output.
+        follows: whether its input is exactly the output of the leaf before it (or the network's input).
 
     Example:
         >>> Leaf("0", nn.Flatten(), torch.ones(1, 2, 2), torch.ones(1, 4), follows=True).name
@@ -43,15 +43,15 @@ class Leaf:
 
 @dataclass(frozen=True)
 class LayerRank:
-    """How many values of a layer's input the gradient determines, if all behind the layer is known.
+    """How many values of a layer's input the gradient determines if everything behind the layer is known.
 
     Args:
-        name: of the layer.
+        name: name of the layer.
         kind: class of its module.
-        unknowns: values of its input.
-        forward: equations its output gives: those whose value is known.
-        gradient: equations its weight gradient gives.
-        rank: of both together.
+        unknowns: number of values of its input.
+        forward: number of equations from its output, one for each known output value.
+        gradient: number of equations from its weight gradient.
+        rank: rank of both sets together.
         reason: why the input is not determined; empty if it is.
 
     Example:
@@ -69,34 +69,35 @@ class LayerRank:
 
     @property
     def recoverable(self) -> bool:
-        """Whether the layer lets a closed-form inversion pass."""
+        """Whether a closed-form inversion can pass the layer."""
         return not self.reason
 
 
 def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> list[LayerRank]:
     r"""Which layers a recursive gradient attack (R-GAP) can pass, from the input to the classifier.
 
-    Behind a convolution with output z, error signal :math:`k = \partial L / \partial z` and input a there are two sets
-    of linear equations,
+    A convolution with output z, error signal :math:`k = \partial L / \partial z` and input a gives two sets of linear
+    equations,
 
     .. math:: W * a = z \quad (\text{where z is known}), \qquad a * k = \nabla W
 
     and recovery needs their joint rank to reach the number of values of a. z is known where the activation behind it
-    can be undone: everywhere for LeakyReLU and sigmoid, only where a ReLU lets pass. The second set is the same for
-    every input channel: at most out_channels x kernel area equations for height x width unknowns each, so large maps
-    in front of few channels are what stops the recursion. A linear layer gives ``k a^T``, which determines a alone.
+    can be undone: everywhere for LeakyReLU and sigmoid, only where it is positive for ReLU. The second set is the same
+    for every input channel: at most out_channels x kernel area equations for height x width unknowns each, so the
+    recursion is stopped by large inputs to layers with few channels. The gradient of a linear layer is ``k a^T``, which
+    determines a by itself.
 
-    Ranks are numerical: those of the real equations at the task's weights, one random image, and a random error signal.
-    A layer is judged as if all layers behind it had been passed. Where a matrix would hold more than `LARGEST_MATRIX`
-    values, what the convolution's output adds is counted instead, which bounds the rank from above.
+    Ranks are numerical: those of the actual equations at the task's weights, for one random image and a random error
+    signal. A layer is judged as if all layers behind it had been passed. If a matrix would hold more than
+    `LARGEST_MATRIX` values, what the convolution's output adds is counted instead, which bounds the rank from above.
 
     Args:
-        task: the model at the weights to judge.
-        generator: draws image and error signals; default: a fixed one, so that the answer repeats.
+        task: the model, at the weights to judge.
+        generator: draws the image and the error signals; by default a fixed one, so that the answer is reproducible.
 
     References:
         Zhu and Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021, which counts the equations; the count
-        is an upper bound of the rank that is measured here.
+        is an upper bound on the rank that is computed here.
 
     Example:
         >>> model = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
@@ -109,7 +110,7 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
     start = task.modality.start(shape, generator, dtype=torch.float64, device=generator.device)
     leaves = trace(task, start)
     result = []
-    for place, leaf in enumerate(leaves):
+    for index, leaf in enumerate(leaves):
         kind, unknowns = type(leaf.module).__name__, leaf.inputs.numel()
         obstacle = why_impassable(leaf.module) if leaf.follows else _JUNCTION
         if obstacle:
@@ -118,8 +119,8 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
         elif isinstance(leaf.module, nn.Linear):
             result.append(LayerRank(leaf.name, kind, unknowns, 0, unknowns, unknowns, ""))
         elif isinstance(leaf.module, nn.Conv2d):
-            behind = leaves[place + 1].module if place + 1 < len(leaves) else nn.Identity()
-            known, slope = _known_and_slope(behind, leaf.outputs)
+            activation = leaves[index + 1].module if index + 1 < len(leaves) else nn.Identity()
+            known, slope = _known_and_slope(activation, leaf.outputs)
             signal = slope * torch.randn(leaf.outputs.shape, generator=generator, dtype=torch.float64)
             result.append(_judge_convolution(leaf, known, signal))
     return result
@@ -133,34 +134,33 @@ def trace(task: Task, image: Tensor) -> list[Leaf]:
     model = task.to(torch.float64).copy_model()
     runs: list[tuple[str, nn.Module, Tensor, Tensor]] = []
 
-    def watch(name: str) -> Callable[..., None]:
+    def recorder(name: str) -> Callable[..., None]:
         return lambda module, args, output: runs.append((name, module, args[0], output))
 
-    fed = task.normalised(image.double())
+    network_input = task.normalised(image.double())
     for name, module in model.named_modules():
         if not any(module.children()):
-            module.register_forward_hook(watch(name))
+            module.register_forward_hook(recorder(name))
     with torch.no_grad():
-        model(fed)
-    # Views share what they show: a flattened tensor follows the one it was made of.
-    before: list[Tensor] = [fed, *(output for *_, output in runs)]
+        model(network_input)
+    previous_outputs: list[Tensor] = [network_input, *(output for *_, output in runs)]
     return [
         Leaf(name, module, inputs, output, follows=inputs is previous)
-        for (name, module, inputs, output), previous in zip(runs, before, strict=False)
+        for (name, module, inputs, output), previous in zip(runs, previous_outputs, strict=False)
     ]
 
 
 def why_impassable(module: nn.Module) -> str:
-    """Why no closed-form inversion passes this module; empty if one does."""
+    """Why no closed-form inversion can pass this module; empty if one can."""
     if isinstance(module, nn.Conv2d):
         if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
-            return "only plain convolutions can be inverted: one group, padding by a number of zeros"
+            return "only plain convolutions can be inverted: with one group, and padded by a fixed number of zeros"
         return ""
     if isinstance(module, PASSABLE):
         return ""
     kind = type(module).__name__
     if "Pool" in kind:
-        return "a pool keeps fewer values than it is given, and has no weights whose gradient would tell the rest"
+        return "a pool keeps fewer values than it is given, and has no weights whose gradient would reveal the rest"
     if "Norm" in kind:
         return "a normalisation divides by a statistic of its unknown input"
     return f"no equations are known for {kind}: it has no weights, and its output does not determine its input"
@@ -169,12 +169,12 @@ def why_impassable(module: nn.Module) -> str:
 PASSABLE = (nn.Linear, nn.ReLU, nn.LeakyReLU, nn.Sigmoid, nn.Flatten, nn.Identity)
 
 
-def _known_and_slope(behind: nn.Module, outputs: Tensor) -> tuple[Tensor, Tensor]:
+def _known_and_slope(activation: nn.Module, outputs: Tensor) -> tuple[Tensor, Tensor]:
     """Where the activation behind a convolution can be undone, and its slope."""
-    known = outputs > 0 if isinstance(behind, nn.ReLU) else torch.ones_like(outputs, dtype=torch.bool)
-    if isinstance(behind, nn.LeakyReLU):
-        return known, torch.where(outputs > 0, 1.0, behind.negative_slope).double()
-    if isinstance(behind, nn.Sigmoid):
+    known = outputs > 0 if isinstance(activation, nn.ReLU) else torch.ones_like(outputs, dtype=torch.bool)
+    if isinstance(activation, nn.LeakyReLU):
+        return known, torch.where(outputs > 0, 1.0, activation.negative_slope).double()
+    if isinstance(activation, nn.Sigmoid):
         return known, outputs.sigmoid() * (1 - outputs.sigmoid())
     return known, known.to(outputs.dtype)
 
@@ -184,35 +184,36 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
     assert isinstance(conv, nn.Conv2d)
     channels, height, width = leaf.inputs.shape[1:]
     forward, pixels = int(known.sum()), height * width
-    by_gradient = gradient_equations(conv, (height, width), signal)
-    values, vectors = torch.linalg.eigh(by_gradient.T @ by_gradient)  # [pixels]: the same for every input channel
-    told = values > TOLERANCE**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
-    rank, unknowns = channels * int(told.sum()), channels * pixels
-    left = unknowns - rank
-    counted = left * max(known.numel(), left) > LARGEST_MATRIX
+    equations = gradient_equations(conv, (height, width), signal)
+    values, vectors = torch.linalg.eigh(equations.T @ equations)  # [pixels]: the same for every input channel
+    determined = values > TOLERANCE**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+    rank, unknowns = channels * int(determined.sum()), channels * pixels
+    undetermined = unknowns - rank
+    counted = undetermined * max(known.numel(), undetermined) > LARGEST_MATRIX
     if counted:
-        rank += min(left, forward)
-    elif left:
-        # What the gradient leaves open in each channel, seen through the convolution.
-        hidden = vectors[:, ~told].T.reshape(-1, 1, height, width)
-        count, columns = len(hidden), []
+        rank += min(undetermined, forward)
+    elif undetermined:
+        # The directions that the gradient leaves undetermined in each channel, as the convolution maps them.
+        directions = vectors[:, ~determined].T.reshape(-1, 1, height, width)
+        count, responses = len(directions), []
         for channel in range(channels):
-            probe = hidden.new_zeros(count, channels, height, width)
-            probe[:, channel] = hidden[:, 0]
-            seen = F.conv2d(probe, conv.weight, **geometry(conv))
-            columns.append((seen * known).flatten(1))
-        stacked = torch.cat(columns)  # [channels * count, outputs]
+            probe = directions.new_zeros(count, channels, height, width)
+            probe[:, channel] = directions[:, 0]
+            outputs = F.conv2d(probe, conv.weight, **geometry(conv))
+            responses.append((outputs * known).flatten(1))
+        stacked = torch.cat(responses)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
         rank += int((values > TOLERANCE**2 * conv.weight.square().sum()).sum())
-    gradient = channels * len(by_gradient)
+    gradient = channels * len(equations)
     reason = ""
     if counted and rank == unknowns:
         reason = f"undecided: {rank} equations for as many input values, too many to compute their rank"
     elif rank < unknowns:
-        least = "at least " if counted else ""
+        prefix = "at least " if counted else ""
         reason = (
-            f"{least}{unknowns - rank} of {unknowns} input values stay undetermined: {forward} of {known.numel()} "
-            f"outputs are known, and the weight gradient tells {channels} x {int(told.sum())} of {channels} x {pixels}"
+            f"{prefix}{unknowns - rank} of {unknowns} input values stay undetermined: {forward} of {known.numel()} "
+            "outputs are known, and the weight gradient determines "
+            f"{channels} x {int(determined.sum())} of {channels} x {pixels}"
         )
     return LayerRank(leaf.name, type(conv).__name__, unknowns, forward, gradient, rank, reason)
 
@@ -231,6 +232,6 @@ def gradient_equations(conv: nn.Conv2d, size: tuple[int, int], signal: Tensor) -
         signal: the error signal at its output, ``[1, out_channels, ...]``.
     """
     pixels = math.prod(size)
-    each = torch.eye(pixels, dtype=signal.dtype, device=signal.device).view(pixels, 1, *size)
-    patches = F.unfold(each, conv.kernel_size, **geometry(conv))  # [pixels, kernel area, places]
+    unit_images = torch.eye(pixels, dtype=signal.dtype, device=signal.device).view(pixels, 1, *size)
+    patches = F.unfold(unit_images, conv.kernel_size, **geometry(conv))  # [pixels, kernel area, output positions]
     return torch.einsum("pkl,ol->okp", patches, signal[0].flatten(1)).flatten(0, 1)

@@ -1,4 +1,4 @@
-"""How well any attacker at all can do against normal noise, and what a defense leaves of the update's use."""
+"""How well any attacker can do against normal noise, and how useful an update remains under a defense."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from gradveil.task import Task
 
 Batches = Batch | Sequence[Batch]
 SMOOTHING = 0.1
-"""Standard deviation of the noise that makes a prior of single images; see `reconstruction_bound`."""
+"""Standard deviation of the noise that turns single images into a prior; see `reconstruction_bound`."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Bound:
     """A lower limit on the mean squared error of every attacker.
 
     Args:
-        total: of the whole batch, E|x^ - x|^2.
-        values: how many input values the batch has.
-        data_information: E tr J_F, what the update tells.
-        prior_information: tr J_P, what was known before.
+        total: limit for the whole batch, E|x^ - x|^2.
+        values: number of input values in the batch.
+        data_information: E tr J_F, the information in the update.
+        prior_information: tr J_P, the information of the prior.
 
     Example:
         >>> Bound(total=2.0, values=4, data_information=6.0, prior_information=2.0).mse
@@ -50,11 +50,12 @@ def cramer_rao(values: int, data_information: float, prior_information: float) -
 
     .. math:: E|\hat x - x|^2 \ge tr (J_D + J_P)^{-1} \ge \frac{n^2}{tr J_D + tr J_P}
 
-    by the inequality between harmonic and arithmetic mean of the eigenvalues; equal for isotropic matrices.
+    by the inequality between the harmonic and the arithmetic mean of the eigenvalues, with equality for isotropic
+    matrices.
 
     Args:
         values: n, the number of unknowns.
-        data_information: tr J_D, the mean over x of the trace of the Fisher information of the observation.
+        data_information: tr J_D, the trace of the Fisher information of the observation, averaged over x.
         prior_information: tr J_P of the prior.
 
     >>> cramer_rao(4, data_information=6.0, prior_information=2.0).total
@@ -72,30 +73,31 @@ def reconstruction_bound(
     directions: int | None = 10,
     generator: torch.Generator | None = None,
 ) -> Bound | None:
-    r"""The least mean squared error that any attacker can reach on updates with normal noise, or None: no bound.
+    r"""The least mean squared error that any attacker can reach on updates with normal noise; None: no bound.
 
     .. math:: E|\hat x - x|^2 \ge \frac{n_x^2}{E \, tr J_F + n_x / \tau^2}, \quad tr J_F = \sum_i s_i^2 / \Sigma_{ii}
 
-    The bound is about an attacker who is unsure of the image to begin with, so the victims are images **smoothed** by
-    N(0, tau^2): for those tr J_P is at most n_x / tau^2, whatever the images. It is no statement about images that are
-    not smoothed: an attacker who knows that x is one of two photographs needs no gradient to be nearly right.
+    The bound is about an attacker who is uncertain of the image to begin with, so the victims are images **smoothed**
+    by N(0, tau^2): for those tr J_P is at most n_x / tau^2, whatever the images are. It says nothing about images that
+    are not smoothed: an attacker who knows that x is one of two photographs needs no gradient to be nearly right.
 
-    There is no bound (None) where the noise is not normal or its level depends on the data (then the level tells
-    something too), and for pruning, slicing and everything else without noise on every value.
+    There is no bound (None) if the noise is not normal, if its level depends on the data (then the level reveals
+    something too), or for pruning, slicing and everything else that does not put noise on every value.
 
     Args:
         task: the model at the weights the victims see.
-        data: a batch as it is shared, or several; the mean over them stands for the expectation. Not smoothed yet.
-        noise: variance of the noise of each value, one for all or by layer; or a prepared defense, which knows its own.
+        data: one batch as a client shares it, or several, whose mean stands for the expectation; not smoothed yet.
+        noise: variance of the noise on each value, one number or tensors by layer; or a prepared defense, which knows
+            its own.
         tau: standard deviation of the smoothing.
-        directions: random directions behind each s^2 (an unbiased estimate of tr J_F); None: exact.
+        directions: number of random directions that estimate each s^2 (tr J_F stays unbiased); None: exact.
         generator: source of smoothing and directions; default: fresh entropy.
 
     References:
         Chen, Gürsoy & Lei, Optimal Defenses Against Gradient Reconstruction Attacks, 2024, theorem 1. **Corrections**:
-        the dimension is that of the input, not of the gradient; the prior enters with its trace, since the paper's
-        step by Weyl's inequality takes the smallest eigenvalue where the largest belongs, and the result can exceed
-        the error of the best estimator.
+        the dimension is that of the input, not of the gradient; the prior enters with its trace, because the
+        paper's step by Weyl's inequality takes the smallest eigenvalue where the largest belongs, and its result can
+        exceed the error of the best estimator.
 
     Example:
         >>> from gradveil import models
@@ -103,7 +105,7 @@ def reconstruction_bound(
         >>> task = Task(model, input_shape=(1, 4, 4), classes=3)
         >>> batch = torch.rand(1, 1, 4, 4), torch.tensor([2])
         >>> bound = reconstruction_bound(task, batch, noise=1e6)
-        >>> round(bound.mse, 6)  # so much noise tells nothing: the smoothing's own variance is left
+        >>> round(bound.mse, 6)  # so much noise hides everything: only the variance of the smoothing remains
         0.01
     """
     checks.number("reconstruction_bound", "tau", tau, above=0)
@@ -113,7 +115,7 @@ def reconstruction_bound(
         return None
     batches = _batches(data)
     if not batches or len({inputs.shape for inputs, _ in batches}) != 1:
-        raise InputError("reconstruction_bound: expected batches of one size, at least one")
+        raise InputError("reconstruction_bound: expected at least one batch, all of the same size")
     variance = {
         name: noise[name].double() if isinstance(noise, Mapping) else torch.full_like(value, noise, dtype=torch.float64)
         for name, value in task.parameters.items()
@@ -123,8 +125,8 @@ def reconstruction_bound(
     generator = generator or fresh_generator(task.device)
     traces = []
     for inputs, labels in batches:
-        blur = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-        squared = task.sensitivity(inputs + tau * blur, labels, directions, generator=generator)
+        smoothing = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
+        squared = task.sensitivity(inputs + tau * smoothing, labels, directions, generator=generator)
         traces.append(math.fsum(information(squared[name], variance[name]) for name in squared))
     values = batches[0][0].numel()
     return cramer_rao(values, math.fsum(traces) / len(traces), values / tau**2)
@@ -136,7 +138,7 @@ def _batches(data: Batches) -> Sequence[Batch]:
 
 
 def information(squared: Tensor, variance: Tensor) -> float:
-    """Sum of s^2 / variance; what does not react tells nothing, with or without noise."""
+    """Sum of s^2 / variance; a value that does not react to the input adds nothing, with or without noise."""
     return float(torch.where(squared > 0, squared.double() / variance, 0).sum())
 
 
@@ -145,8 +147,8 @@ class Usefulness:
     """What a step with the defended update does to the loss, to first order and per unit of learning rate.
 
     Args:
-        u1: E<g, y>, the expected fall of the loss.
-        u2: -Var<g, y> over the defense's randomness, in the mean over the batches; 0 if it has none.
+        u1: E<g, y>, the expected decrease of the loss.
+        u2: -Var<g, y> over the defense's randomness, averaged over the batches; 0 if the defense is deterministic.
 
     Example:
         >>> Usefulness(u1=2.0, u2=-0.5).u1
@@ -166,9 +168,9 @@ def usefulness(
 
     Args:
         task: the model.
-        data: a batch as it is shared, or several.
-        defense: prepared, if it needs that.
-        draws: updates drawn for each batch, at least 2; the relative error of U2 is about sqrt(2 / draws).
+        data: one batch as a client shares it, or several.
+        defense: the defense, prepared if it needs that.
+        draws: number of updates drawn for each batch, at least 2; the relative error of U2 is about sqrt(2 / draws).
         generator: the client's randomness; default: fresh entropy.
 
     Example:
