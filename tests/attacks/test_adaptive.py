@@ -592,5 +592,5 @@ class TestThreatModel:
     def test_forms_that_do_not_exist_or_do_not_fit_are_refused(self, tiny_task, tiny_batch):
         with pytest.raises(ThreatModelError, match="no adaptive form 'magic' against refiner; it has: undo-blend, sol"):
             self.attack(tiny_task, tiny_batch, "magic")
-        with pytest.raises(ThreatModelError, match="'solve-gradient' supposes updates of a single gradient"):
+        with pytest.raises(ThreatModelError, match="'solve-gradient' expects each update to be a single gradient"):
             self.attack(tiny_task, tiny_batch, "solve-gradient", local=gradveil.LocalSteps(lr=0.1))

@@ -216,7 +216,8 @@ def test_total_variation_needs_images():
     task = gradveil.Task(torch.nn.Linear(10, 3), input_shape=(10,), classes=3)
     update = task.gradients(torch.rand(1, 10), torch.tensor([1]))  # a plain dict is an update too
     with pytest.raises(
-        ThreatModelError, match=r"tv weighs a prior, and there is none of image inputs of shape \[10\]; use tv=0"
+        ThreatModelError,
+        match=r"tv needs inputs with a prior, got image inputs of shape \[10\], which have none; use tv=0",
     ):
         gradveil.attack("inverting-gradients").reconstruct(task, update, gradveil.ThreatModel())
     found = gradveil.attack("inverting-gradients", tv=0.0, iterations=200).reconstruct(
@@ -347,7 +348,7 @@ def test_muting_beats_soteria(mnist_victims):
 
 def test_layers_to_mute_must_exist(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
-    with pytest.raises(ParameterError, match="idlg: mute names no layer of the model: '3.weigth'; did you mean"):
+    with pytest.raises(ParameterError, match="idlg: mute must name layers of the model, got '3.weigth'; did you mean"):
         gradveil.attack("idlg", mute="3.weigth").reconstruct(tiny_task, update, gradveil.ThreatModel())
     with pytest.raises(ParameterError, match=r"mute=0\|3 leaves no layer to match"):
         gradveil.attack("idlg", mute="0|3").reconstruct(tiny_task, update, gradveil.ThreatModel())

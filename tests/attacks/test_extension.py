@@ -190,7 +190,7 @@ def test_it_is_refused_where_public_data_is_not_granted(tiny_task, tiny_batch, p
 
 def test_it_must_learn_before_it_attacks(tiny_task, tiny_batch, public):
     attack, threat = gradveil.attack("nearest-public"), gradveil.ThreatModel(public=public)
-    with pytest.raises(ThreatModelError, match=r"nearest-public: must learn before it attacks; .* attack.fit\("):
+    with pytest.raises(ThreatModelError, match=r"nearest-public: must be fitted first; .* attack.fit\("):
         attack.reconstruct(tiny_task, updates_of(tiny_task, tiny_batch), threat)
 
 

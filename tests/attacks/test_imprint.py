@@ -45,12 +45,12 @@ def test_bins_of_hand_made_rows(places, seed, dtype):
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(len(places), 5, generator=generator, dtype=dtype)
     factors = torch.randn(len(places), 2, generator=generator, dtype=dtype)
-    rows, marks = torch.zeros(2, 8, 5, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
+    rows, biases = torch.zeros(2, 8, 5, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
     for place, image, factor in zip(places, images, factors, strict=True):
         for copy in range(2):
             rows[copy, : place + 1] += factor[copy] * image
-            marks[copy, : place + 1] += factor[copy]
-    bins = imprint.read(rows, marks)
+            biases[copy, : place + 1] += factor[copy]
+    bins = imprint.read_bins(rows, biases)
     for number in range(8):
         inside = [t for t, place in enumerate(places) if place == number]
         assert bool(bins.occupied[number]) == (len(inside) > 0)
@@ -60,18 +60,18 @@ def test_bins_of_hand_made_rows(places, seed, dtype):
 
 
 def test_single_bins_come_first_and_what_is_missing_is_grey(victim_task):
-    rows, marks = torch.zeros(1, 2, 4, 144), torch.zeros(1, 2, 4)
+    rows, biases = torch.zeros(1, 2, 4, 144), torch.zeros(1, 2, 4)
     image, other = torch.full((144,), 0.25), torch.rand(144, generator=torch.Generator().manual_seed(0))
     # Bin 2 holds one faint image, bin 0 a strong mixture.
     for copy, (a, b, c) in enumerate([(0.1, 5.0, 3.0), (0.2, 5.0, -4.0)]):
         rows[0, copy, :3] += a * image
-        marks[0, copy, :3] += a
+        biases[0, copy, :3] += a
         rows[0, copy, :1] += b * image + c * other
-        marks[0, copy, :1] += b + c
-    picked = imprint.pick(imprint.read(rows, marks), count=3)
-    assert picked.source.tolist() == [[2, 0, -1]]
-    assert picked.certain.tolist() == [[True, False, False]]
-    images = imprint.as_images(victim_task, picked.images)[0]
+        biases[0, copy, :1] += b + c
+    selection = imprint.select_images(imprint.read_bins(rows, biases), count=3)
+    assert selection.source.tolist() == [[2, 0, -1]]
+    assert selection.certain.tolist() == [[True, False, False]]
+    images = imprint.as_images(victim_task, selection.images)[0]
     torch.testing.assert_close(images[0].flatten(), image, rtol=1e-4, atol=1e-4)
     assert images[2].unique().tolist() == [0.5]
 

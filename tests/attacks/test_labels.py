@@ -51,7 +51,7 @@ def test_what_cannot_be_inferred_is_refused():
         models.create("cnn6", input_shape=(3, 32, 32), classes=10), input_shape=(3, 32, 32), classes=10
     )
     update = gradveil.Update(task.parameters)
-    with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias"):
+    with pytest.raises(ThreatModelError, match="a batch needs a classifier with a trained bias"):
         infer_labels(task, update, 4)
     unclassified = gradveil.Task(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), input_shape=(1, 4, 4), classes=3)
     with pytest.raises(ThreatModelError, match="no linear classifier"):
@@ -72,10 +72,10 @@ def test_labels_are_inferred_from_cross_entropy_alone(loss, images, generator):
     labels = torch.ones(images, dtype=torch.long)
     update = gradveil.defense("none").share(task, torch.rand(images, 1, 4, 4, generator=generator), labels)
     attack = gradveil.attack("idlg", iterations=1)
-    said = "gradient of the cross-entropy loss, got (logistic|a loss of your own); use ThreatModel.labels='known'"
-    with pytest.raises(ThreatModelError, match=f"idlg: labels are inferred from the {said}"):
+    expected = "gradient of the cross-entropy loss, got (logistic|a custom loss); use ThreatModel.labels='known'"
+    with pytest.raises(ThreatModelError, match=f"idlg: labels can be inferred only from the {expected}"):
         attack.reconstruct(task, update, gradveil.ThreatModel(batch_size=images))
-    with pytest.raises(ThreatModelError, match=f"label inference: labels are inferred from the {said}"):
+    with pytest.raises(ThreatModelError, match=f"label inference: labels can be inferred only from the {expected}"):
         infer_labels(task, update, images)
     known = gradveil.ThreatModel(labels="known", known_labels=labels[None], batch_size=images)
     assert attack.reconstruct(task, update, known).labels.tolist() == [images * [1]]
@@ -98,7 +98,7 @@ def test_of_a_half_frozen_classifier_the_other_half_tells(frozen, generator):
     if frozen == ("weight",):
         assert infer_labels(task, update, 4).labels.tolist() == [0, 1, 2, 2]
     else:
-        with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias that is trained; use"):
+        with pytest.raises(ThreatModelError, match="a batch needs a classifier with a trained bias, got one"):
             infer_labels(task, update, 4)
 
 

@@ -60,7 +60,7 @@ def test_inputs_of_another_kind_are_searched_in_their_range_and_decoded(spec):
 def test_a_prior_that_there_is_not_is_refused(name):
     task = grades_task(nn.Linear(16, 3))
     update = task.gradients(ROW, torch.tensor([1]))
-    with pytest.raises(ThreatModelError, match=r"there is none of grades inputs of shape \[4\]; use tv=0"):
+    with pytest.raises(ThreatModelError, match=r"got grades inputs of shape \[4\], which have none; use tv=0"):
         gradveil.attack(name).reconstruct(task, update, gradveil.ThreatModel())
     attack = gradveil.attack(name, tv=0.0, iterations=3)
     assert attack.reconstruct(task, update, gradveil.ThreatModel()).inputs.shape == (1, 1, 4)
@@ -78,7 +78,7 @@ POSITIONS = nn.Sequential(nn.Linear(16, 6), nn.Unflatten(1, (3, 2)))
 @pytest.mark.parametrize(
     ("task", "labels", "got"),
     [
-        (grades_task(nn.Linear(16, 2), F.mse_loss, None), torch.rand(1, 2).double(), "labels that are no classes"),
+        (grades_task(nn.Linear(16, 2), F.mse_loss, None), torch.rand(1, 2).double(), "labels that are not classes"),
         (grades_task(POSITIONS), torch.tensor([[2, 0]]), r"one for each of \[2\] positions"),
     ],
 )
@@ -88,7 +88,8 @@ def test_labels_that_are_not_one_class_are_used_if_known_and_not_inferred(task, 
     found = attack.reconstruct(task, update, known, generator=torch.Generator().manual_seed(0))
     assert torch.equal(found.inputs[0], ROW)
     assert torch.equal(found.labels[0], labels)
-    with pytest.raises(ThreatModelError, match=f"idlg: labels are inferred where every input has one class, got {got}"):
+    message = f"idlg: labels can be inferred only if every input has one class, got {got}"
+    with pytest.raises(ThreatModelError, match=message):
         attack.reconstruct(task, update, gradveil.ThreatModel())
     with pytest.raises(InputError, match="dlg: needs a task with one class per input"):
         gradveil.attack("dlg").reconstruct(task, update, gradveil.ThreatModel())

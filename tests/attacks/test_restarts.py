@@ -63,5 +63,5 @@ def test_findings_of_another_kind_are_no_reconstruction(tiny_task, tiny_batch):
             return Findings()
 
     update = tiny_task.gradients(tiny_batch[0][:1], tiny_batch[1][:1])
-    with pytest.raises(ThreatModelError, match="guess: finds no inputs but a Findings"):
+    with pytest.raises(ThreatModelError, match="guess: reconstruct expects a Reconstruction, got Findings"):
         Silent().reconstruct(tiny_task, update, gradveil.ThreatModel())
