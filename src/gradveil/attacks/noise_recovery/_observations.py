@@ -50,9 +50,8 @@ def certain_bits(positions: Positions, values: Floats, errors: Floats, form: Uni
         form: how the library makes them.
     """
     size = 2.0**form.digits
-    inside = (values - errors >= 0) & (
-        values + errors < 1
-    )  # because an interval around 0 may just as well lie around 1
+    # An interval around 0 may just as well lie around 1.
+    inside = (values - errors >= 0) & (values + errors < 1)
     positions, values, errors = positions[inside], values[inside], errors[inside]
     low = np.floor((values - errors) * size).astype(np.int64)
     high = np.minimum(np.ceil((values + errors) * size), size - 1).astype(np.int64)
