@@ -34,7 +34,7 @@ def task_of(name, logits, shape, dtype=torch.float32, **parameters):
     seed=st.integers(0, 99),
 )
 def test_least_squares_is_the_pseudo_inverse(rows, more, columns, rank, seed):
-    """Of any rank, many problems at once; torch's lstsq by singular values is the reference."""
+    """For any rank and many problems at once; the reference is torch's pseudo-inverse."""
     generator = torch.Generator().manual_seed(seed)
     options = {"generator": generator, "dtype": torch.float64}
     left = torch.randn(3, rows + more, min(rank, columns), **options)
