@@ -299,9 +299,8 @@ class TestLocalSteps:
         if knowledge.read:
             weights = knowledge.read(squares, squares).weights
         levels = torch.cat([(weights[layer] * value).flatten() for layer, value in squares.items()])
-        noisy_enough = (
-            torch.cat([value.flatten() for value in weights.values()]) < 100
-        )  # the others hardly have any noise
+        # A weight of 100 is the largest: such coordinates have hardly any noise.
+        noisy_enough = torch.cat([value.flatten() for value in weights.values()]) < 100
         error = math.sqrt(2 / (draws * int(noisy_enough.sum())))  # of a mean of squares of normal numbers
         assert float(levels[noisy_enough].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
 

@@ -71,7 +71,8 @@ class DLG(Attack):
             logits = torch.randn(logit_shape, generator=problem.generator, **options)
             return torch.cat([inputs.flatten(), logits.flatten()])
 
-        start = torch.stack([draw_start() for _ in range(victims)])  # victim by victim, so the first ones do not change
+        # Drawn victim by victim, so that a start does not depend on how many victims follow.
+        start = torch.stack([draw_start() for _ in range(victims)])
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
         found = match(problem, start, LBFGS(), matching, iterations=self.iterations, unpack=unpack)
         inputs, logits = found.inputs[:, :input_size], found.inputs[:, input_size:]

@@ -98,7 +98,9 @@ class InvertingGradients(Attack):
 
         distance = COSINE
         if self.layer_decay != 1:
-            distance = Distance(lambda own, seen: COSINE.between(weighted(own), weighted(seen)), COSINE.unit)
+            distance = Distance(
+                lambda simulated, shared: COSINE.between(weighted(simulated), weighted(shared)), COSINE.unit
+            )
         layers = matched_layers(self.name, problem.updates, self.mute)
         return match(
             problem,
