@@ -31,7 +31,7 @@ class Findings:
 
     Args:
         seconds: wall time of the whole call.
-        execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
+        execution: how the victims were evaluated: ``"loop"``, ``"batch"``, ``"compile-loop"`` or ``"compile"``.
         interrupted: True if Ctrl-C ended the search; the findings are then the best so far.
 
     Example:
