@@ -1,4 +1,4 @@
-"""What does one update of your own model give away? Undefended, and under defenses that the attacker knows or not.
+"""What does one update of your own model give away, without a defense and under defenses that the attacker may know?
 
 Run it with: python examples/attack_your_own_model.py
 """

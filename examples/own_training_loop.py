@@ -1,4 +1,4 @@
-"""A defense in a training loop of one's own: three lines, marked below.
+"""A defense in your own training loop: three lines, marked below.
 
 Run it with: python examples/own_training_loop.py
 """
@@ -12,9 +12,9 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 2))
 optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
 defense = gradveil.defense("dual-pruning+error-feedback")  # 1: choose a defense
-memories = [{} for _ in range(4)]  # 2: one memory a client, kept through all rounds
+memories = [{} for _ in range(4)]  # 2: one memory per client, kept through all rounds
 
-# Two classes of 8 x 8 images: bright above, or bright below.
+# Two classes of 8 x 8 images: bright at the top, or bright at the bottom.
 labels = torch.arange(64) % 2
 images = torch.rand(64, 1, 8, 8)
 images[labels == 0, :, :4] += 0.5
@@ -23,9 +23,9 @@ images[labels == 1, :, 4:] += 0.5
 for _ in range(40):
     updates = []
     for client, memory in enumerate(memories):
-        mine = slice(client * 16, client * 16 + 16)
+        batch = slice(client * 16, client * 16 + 16)
         model.zero_grad()
-        nn.functional.cross_entropy(model(images[mine]), labels[mine]).backward()
+        nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         updates.append(defense.perturb(gradients, memory=memory))  # 3: what leaves the client
     for name, parameter in model.named_parameters():

@@ -1,4 +1,4 @@
-"""What attackers make of knowing the defense, and of seeing several rounds."""
+"""What attackers gain from knowing the defense and from seeing several rounds."""
 
 import math
 import re
@@ -43,14 +43,14 @@ def task() -> gradveil.Task:
 
 
 @pytest.fixture
-def one() -> tuple[torch.Tensor, torch.Tensor]:
+def example() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(1, 1, 5, 5, generator=seeded(1), dtype=torch.float64), torch.tensor([2])
 
 
 def observed(
     defense: gradveil.Defense, task: gradveil.Task, batch: tuple[torch.Tensor, torch.Tensor], rounds: int = 1
 ) -> tuple[gradveil.Defense, gradveil.Task, gradveil.Rounds]:
-    """What a client sends in its first rounds, with other weights in each."""
+    """What a client sends in its first rounds, with different weights in each."""
     public = torch.rand(6, *task.input_shape, generator=seeded(5), dtype=task.dtype), torch.arange(6) % task.classes
     defense, task = defense.prepare(task, public=public, generator=seeded(4))
     first = task
@@ -68,7 +68,7 @@ def cost_at(inputs: torch.Tensor, labels: torch.Tensor, rounds: gradveil.Rounds,
     return float(cost(inputs, [update for _, update in rounds], labels))
 
 
-EXACT = [  # what these do to a gradient, knowledge explains to the last bit
+EXACT = [  # defenses whose effect on a gradient is explained exactly by knowing them
     "dual-pruning:k1=0.1,k2=0.6",
     "dual-pruning:k1=0.1,k2=0.6+error-feedback",
     "dual-pruning:k1=0.1,k2=0.6+error-feedback:decay=0.5,clip=2.0",
@@ -94,65 +94,67 @@ EXACT = [  # what these do to a gradient, knowledge explains to the last bit
 class TestTheTruthExplainsTheUpdate:
     @pytest.mark.parametrize("spec", EXACT)
     @pytest.mark.parametrize("rounds", [1, 3])
-    def test_the_true_image_costs_nothing_though_it_costs_the_plain_attacker_something(self, spec, rounds, task, one):
+    def test_the_true_image_costs_nothing_though_it_costs_the_plain_attacker_something(
+        self, spec, rounds, task, example
+    ):
         defense = gradveil.defense(spec)
-        defense, task, seen = observed(defense, task, one, rounds)
-        other = torch.rand(one[0].shape, generator=seeded(9), dtype=torch.float64)
+        defense, task, seen = observed(defense, task, example, rounds)
+        other = torch.rand(example[0].shape, generator=seeded(9), dtype=torch.float64)
         for name, knowledge in defense.adapt(task).items():
-            if knowledge.before is None and name != "inner-half":  # which asks for more than is known
-                true, wrong = (cost_at(inputs, one[1], seen, knowledge) for inputs in (one[0], other))
+            if knowledge.before is None and name != "inner-half":  # which demands more than the update reveals
+                true, wrong = (cost_at(inputs, example[1], seen, knowledge) for inputs in (example[0], other))
                 assert true <= 1e-9 * wrong, name
                 assert wrong > 1e-9, name
-                assert cost_at(*one, seen, None) > 1e6 * true
-        assert cost_at(*one, seen, None) > 1e-7
+                assert cost_at(*example, seen, None) > 1e6 * true
+        assert cost_at(*example, seen, None) > 1e-7
 
     @pytest.mark.parametrize("spec", ["gaussian-noise:std=0.1", "optimal-noise:std=0.1", "laplace-noise:std=0.1"])
-    def test_of_noise_the_truth_costs_what_the_noise_does(self, spec, task, one):
+    def test_under_noise_the_truth_costs_as_much_as_the_noise(self, spec, task, example):
         defense = gradveil.defense(spec)
-        defense, task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, example)
         knowledge = list(defense.adapt(task).values())[-1]
         plain = Knowledge("no prior", read=knowledge.read)
-        squares = [(seen[0][1][name] - value).square() for name, value in task.gradients(*one).items()]
+        squares = [(seen[0][1][name] - value).square() for name, value in task.gradients(*example).items()]
         if spec.startswith("gaussian"):
-            assert cost_at(*one, seen, plain) == pytest.approx(float(sum(s.sum() for s in squares)))
+            assert cost_at(*example, seen, plain) == pytest.approx(float(sum(s.sum() for s in squares)))
             assert knowledge.variance == pytest.approx(0.01)
         elif spec.startswith("laplace"):
             size = 0.1 / math.sqrt(2)
             expected = sum((size * s / (s + (size / 5) ** 2).sqrt()).sum() for s in squares)
-            assert cost_at(*one, seen, plain) == pytest.approx(float(expected))
+            assert cost_at(*example, seen, plain) == pytest.approx(float(expected))
         else:
-            weights = knowledge.read(task.gradients(*one), dict(seen[0][1])).weights
+            weights = knowledge.read(task.gradients(*example), dict(seen[0][1])).weights
             expected = sum((weights[name] * s).sum() for name, s in zip(weights, squares, strict=True))
-            assert cost_at(*one, seen, plain) == pytest.approx(float(expected))
+            assert cost_at(*example, seen, plain) == pytest.approx(float(expected))
 
-    def test_error_feedback_must_be_known_from_the_second_round_on(self, task, one):
+    def test_error_feedback_must_be_known_from_the_second_round_on(self, task, example):
         defense = gradveil.defense("top-k:keep=0.3+error-feedback")
-        defense, task, seen = observed(defense, task, one, rounds=3)
+        defense, task, seen = observed(defense, task, example, rounds=3)
         unaware = gradveil.defense("top-k:keep=0.3").adapt(task)["arrived"]
-        assert cost_at(*one, seen, unaware) > 1e-4
+        assert cost_at(*example, seen, unaware) > 1e-4
 
-    def test_outpost_left_alone_is_matched_exactly(self, task, one):
+    def test_outpost_left_alone_is_matched_exactly(self, task, example):
         defense = gradveil.defense("outpost:scale=0.8,pruned=0.7")
-        honest = gradveil.Rounds([(task, gradveil.defense("none").share(task, *one))])
+        honest = gradveil.Rounds([(task, gradveil.defense("none").share(task, *example))])
         [knowledge] = defense.adapt(task).values()
-        assert cost_at(*one, honest, knowledge) < 1e-12
+        assert cost_at(*example, honest, knowledge) < 1e-12
         assert float(knowledge.variance(dict(honest[0][1]))) == 0
-        _, _, pruned = observed(defense, task, one)
+        _, _, pruned = observed(defense, task, example)
         assert float(knowledge.variance(dict(pruned[0][1]))) > 0
 
     @pytest.mark.parametrize("spec", EXACT)
-    def test_batch_and_loop_agree(self, spec, task, one):
+    def test_batch_and_loop_agree(self, spec, task, example):
         defense = gradveil.defense(spec)
-        defense, task, seen = observed(defense, task, one, rounds=2)
+        defense, task, seen = observed(defense, task, example, rounds=2)
         knowledge = next(iter(defense.adapt(task).values()))
         stacked = [
-            (stage, {name: torch.stack([value, 0.7 * value]) for name, value in update.items()})
-            for stage, update in seen
+            (round_task, {name: torch.stack([value, 0.7 * value]) for name, value in update.items()})
+            for round_task, update in seen
         ]
-        problem = Problem(stacked, one[1].expand(2, 1), gradveil.ThreatModel(), seeded(), knowledge)
-        cost = Matching(list(problem.updates), COSINE).cost(problem, [stage for stage, _ in stacked])
-        candidates = torch.rand(2, *one[0].shape, generator=seeded(7), dtype=torch.float64)
-        labels, updates = one[1].expand(2, 1), [update for _, update in stacked]
+        problem = Problem(stacked, example[1].expand(2, 1), gradveil.ThreatModel(), seeded(), knowledge)
+        cost = Matching(list(problem.updates), COSINE).cost(problem, [round_task for round_task, _ in stacked])
+        candidates = torch.rand(2, *example[0].shape, generator=seeded(7), dtype=torch.float64)
+        labels, updates = example[1].expand(2, 1), [update for _, update in stacked]
         loop, batch = (
             Objective(cost, updates, labels, execution=execution)(candidates, torch.tensor([0, 1]))
             for execution in ("loop", "batch")
@@ -162,13 +164,13 @@ class TestTheTruthExplainsTheUpdate:
 
 
 class TestEvidence:
-    def test_every_defense_says_something(self, task, one):
+    def test_every_defense_declares_what_can_be_known(self, task, example):
         for name in gradveil.list_defenses():
             defense = gradveil.defense(name)
             if name == "ats":
                 defense = gradveil.defense("ats", policy="flip")
             if name != "refiner":
-                defense, prepared, _ = observed(defense, task, one)
+                defense, prepared, _ = observed(defense, task, example)
             else:
                 prepared = task
             forms = defense.adapt(prepared)
@@ -206,9 +208,9 @@ class TestEvidence:
         candidate = 2 * torch.randn(len(gradient), generator=seeded(seed), dtype=torch.float64)
         evidence = read_ranked(withheld_top=top)({"w": candidate}, dict(sent))
         arrived = sent["w"].abs()[sent["w"] != 0]
-        for place, value in enumerate(candidate.tolist()):
-            if sent["w"][place] != 0:
-                assert evidence.weights["w"][place] == 1
+        for index, value in enumerate(candidate.tolist()):
+            if sent["w"][index] != 0:
+                assert evidence.weights["w"][index] == 1
                 continue
             low = arrived.min().item() if len(arrived) else math.inf
             high = arrived.max().item() if top and len(arrived) else math.inf
@@ -216,8 +218,8 @@ class TestEvidence:
             if not len(arrived):
                 choices = [abs(value)]
             nearest = min(choices, key=lambda size, value=value: abs(size - abs(value)))
-            assert abs(evidence.allowed["w"][place].item()) == pytest.approx(nearest)
-            assert evidence.weights["w"][place] == 0
+            assert abs(evidence.allowed["w"][index].item()) == pytest.approx(nearest)
+            assert evidence.weights["w"][index] == 0
 
     def test_the_interval_costs_nothing_inside_and_the_square_outside(self):
         defense = gradveil.defense("quantization", bits=2)
@@ -248,16 +250,16 @@ class TestEvidence:
         assert typical_variance(variance) == 2.0
         torch.testing.assert_close(weights, torch.tensor([100, 100, 2, 1, 0.5, 0.25]))
 
-    def test_clipping_is_simulated(self, task, one):
+    def test_clipping_is_simulated(self, task, example):
         defense = gradveil.defense("dp-sgd", clip=0.01, noise_multiplier=0.0)
-        defense, task, seen = observed(defense, task, one)
-        [expected] = next(iter(defense.adapt(task).values())).expect([task.gradients(*one)], [])
+        defense, task, seen = observed(defense, task, example)
+        [expected] = next(iter(defense.adapt(task).values())).expect([task.gradients(*example)], [])
         for name, value in seen[0][1].items():
             torch.testing.assert_close(expected[name], value)
 
-    def test_compensation_is_abused_on_each_single_update(self, task, one):
+    def test_compensation_is_abused_on_each_single_update(self, task, example):
         defense = gradveil.defense("risk-slicing", slices=4, ratio=0.5, std=0.3)
-        defense, task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, example)
         before = defense.adapt(task)["compensate"].before
         updates = {name: torch.stack([value, 2 * value]) for name, value in seen[0][1].items()}
         cleaned = before(task, updates, seeded())
@@ -279,27 +281,28 @@ class TestLocalSteps:
 
     @pytest.mark.parametrize("local", LOCAL)
     @pytest.mark.parametrize("name", ["dp-sgd", "optimal-noise", "optimal-dp-sgd"])
-    def test_the_noise_level_is_the_measured_one(self, name, local, task, one):
-        """Of four equal images, so that nothing but the noise differs from draw to draw."""
-        batch, images, draws = (one[0].expand(4, 1, 5, 5), one[1].expand(4)), 4, 40
+    def test_the_noise_level_is_the_measured_one(self, name, local, task, example):
+        """With four equal images, so that only the noise differs from draw to draw."""
+        batch, images, draws = (example[0].expand(4, 1, 5, 5), example[1].expand(4)), 4, 40
         global_form = {} if name == "dp-sgd" else {"form": "global", "directions": 1}
         level = {"dp-sgd": "noise_multiplier"}.get(name, "std")
         both = [gradveil.defense(name, **{level: value}, **global_form) for value in (1.0, 0.0)]
-        noisy, silent = (one_of.prepare(task, public=one, generator=seeded()).defense for one_of in both)
+        noisy, silent = (defense.prepare(task, public=example, generator=seeded()).defense for defense in both)
         [knowledge] = noisy.adapt(task, batch_size=images, local=local).values()
         clean, generator = silent.share(task, *batch, local=local), seeded()
         squares = {layer: torch.zeros_like(value) for layer, value in task.parameters.items()}
         for _ in range(draws):
             for layer, value in noisy.share(task, *batch, local=local, generator=generator).items():
                 squares[layer] += (value - clean[layer]).square() / draws
-        # A coordinate counts by its typical variance over its own, so weighted squares are all of the typical size.
+        # A coordinate's weight is the typical variance over its own, so all weighted squares have the typical size.
         weights = {layer: torch.ones_like(value) for layer, value in squares.items()}
         if knowledge.read:
             weights = knowledge.read(squares, squares).weights
         levels = torch.cat([(weights[layer] * value).flatten() for layer, value in squares.items()])
-        heard = torch.cat([value.flatten() for value in weights.values()]) < 100  # the others hardly have any noise
-        error = math.sqrt(2 / (draws * int(heard.sum())))  # of a mean of squares of normal numbers
-        assert float(levels[heard].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
+        # A weight of 100 is the largest: such coordinates have hardly any noise.
+        noisy_enough = torch.cat([value.flatten() for value in weights.values()]) < 100
+        error = math.sqrt(2 / (draws * int(noisy_enough.sum())))  # of a mean of squares of normal numbers
+        assert float(levels[noisy_enough].mean()) == pytest.approx(knowledge.variance, rel=5 * error)
 
     @pytest.mark.parametrize("local", [None, LOCAL[1], LOCAL[2], LOCAL[4]])
     @pytest.mark.parametrize(
@@ -313,7 +316,7 @@ class TestLocalSteps:
         sent = defense.share(task, images, labels, local=local, generator=seeded())
         honest = gradveil.defense("none").share(task, images, labels, local=local, generator=seeded())
         forms = defense.adapt(task, batch_size=4, local=local)
-        if not forms:  # of the local form's steps each drops its own coordinates: attackers simulate them
+        if not forms:  # each step of the local form drops its own coordinates, so attackers simulate the steps
             assert spec == "optimal-pruning:rate=0.5"
             assert local in (self.LOCAL[2], self.LOCAL[4])
             known = {"labels": "known", "known_labels": labels[None], "batch_size": 4, "local": local}
@@ -334,9 +337,9 @@ class TestRiskSlicingWithoutNoise:
         [form] = gradveil.defense("risk-slicing", std=0.0).adapt(task).values()
         assert "nothing to know" in form.summary
 
-    def test_of_clipped_gradients_no_slice_is_left_out(self, task, one):
+    def test_no_slice_of_clipped_gradients_is_left_out(self, task, example):
         defense = gradveil.defense("risk-slicing", std=0.0, clip=0.01)
-        defense, task, _ = observed(defense, task, one)
+        defense, task, _ = observed(defense, task, example)
         forms = defense.adapt(task)
         assert list(forms) == ["prior", "compensate"]
         assert forms["prior"].read is None
@@ -344,22 +347,22 @@ class TestRiskSlicingWithoutNoise:
 
 
 class TestPrecode:
-    def test_the_bottleneck_gives_its_noise_away(self, task, one):
+    def test_the_bottleneck_gives_its_noise_away(self, task, example):
         defense = gradveil.defense("precode", width=4)
-        defense, task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, example)
         solved = defense.adapt(task)["solve-noise"].task(task, dict(seen[0][1]))
         drawn = task.with_noise(1, source_of(seeded(0)))
         name = f"{task.place}.noise"
         torch.testing.assert_close(solved.buffers[name], drawn.buffers[name])
 
-    def test_of_a_batch_it_is_left_out(self, task, one):
+    def test_it_is_left_out_for_a_batch(self, task, example):
         defense = gradveil.defense("precode", width=4)
         defense, task = defense.prepare(task, generator=seeded())
-        update = task.gradients(*one)
+        update = task.gradients(*example)
         weights = defense.adapt(task, batch_size=2)["mute"].read(update, update).weights
         silent = {name for name, value in weights.items() if not value.any()}
-        place = task.place.rpartition(".")[0]
-        assert silent == {name for name in update if name.startswith(place)}
+        block = task.place.rpartition(".")[0]
+        assert silent == {name for name in update if name.startswith(block)}
         assert silent != set(update)
 
 
@@ -369,7 +372,7 @@ class TestATS:
         image = picture().clamp(0.25, 0.5)
         changed = transforms.apply_policy(text, image)
         undone = transforms.undo_policy(text, changed)
-        inside = (slice(None), slice(None), slice(14, 18), slice(14, 18))  # what is moved out is lost
+        inside = (slice(None), slice(None), slice(14, 18), slice(14, 18))  # pixels moved out of the image are lost
         before = (changed - image)[inside].abs().mean().item()
         after = (undone - image)[inside].abs().mean().item()
         if text.split("@")[0] in ("solarize", "equalize", "autocontrast"):
@@ -391,10 +394,10 @@ class TestATS:
 
 
 class TestRounds:
-    def test_averaging_rounds_divides_the_variance(self, task, one):
+    def test_averaging_rounds_divides_the_variance(self, task, example):
         """The cost of n rounds is that of their mean plus a constant, so its minimum has an nth of the variance."""
         defense, rounds = gradveil.defense("gaussian-noise", std=0.1), 16
-        updates = [defense.share(task, *one, generator=seeded(number)) for number in range(rounds)]
+        updates = [defense.share(task, *example, generator=seeded(number)) for number in range(rounds)]
         mean = gradveil.Update({name: sum(u[name] for u in updates) / rounds for name in updates[0]})
         several = gradveil.Rounds([(task, update) for update in updates])
         single = gradveil.Rounds([(task, mean)])
@@ -402,25 +405,27 @@ class TestRounds:
         of_mean = Knowledge("", variance=0.01 / rounds)
         differences = []
         for seed in range(3):
-            inputs = torch.rand(one[0].shape, generator=seeded(seed), dtype=torch.float64)
-            differences.append(cost_at(inputs, one[1], several, knowledge) - cost_at(inputs, one[1], single, of_mean))
+            inputs = torch.rand(example[0].shape, generator=seeded(seed), dtype=torch.float64)
+            differences.append(
+                cost_at(inputs, example[1], several, knowledge) - cost_at(inputs, example[1], single, of_mean)
+            )
         assert max(differences) - min(differences) < 1e-9
-        error = torch.cat([(mean[name] - value).flatten() for name, value in task.gradients(*one).items()])
+        error = torch.cat([(mean[name] - value).flatten() for name, value in task.gradients(*example).items()])
         assert error.var().item() == pytest.approx(0.01 / rounds, rel=0.3)
 
-    def test_rounds_help_a_plain_attacker_too(self, task, one):
+    def test_rounds_help_a_plain_attacker_too(self, task, example):
         defense = gradveil.defense("gaussian-noise", std=0.02)
 
         def error(rounds):
-            _, _, seen = observed(defense, task, one, rounds)
+            _, _, seen = observed(defense, task, example, rounds)
             threat = gradveil.ThreatModel(rounds=rounds)
             found = gradveil.attack("idlg", iterations=100).reconstruct(task, seen, threat, generator=seeded())
-            return (found.inputs[0] - one[0]).square().mean().item()
+            return (found.inputs[0] - example[0]).square().mean().item()
 
         assert error(16) < 0.3 * error(1)
 
-    def test_what_does_not_fit_is_refused(self, task, one):
-        _, _, seen = observed(gradveil.defense("none"), task, one, rounds=2)
+    def test_what_does_not_fit_is_refused(self, task, example):
+        _, _, seen = observed(gradveil.defense("none"), task, example, rounds=2)
         attack = gradveil.attack("idlg", iterations=1)
         with pytest.raises(ThreatModelError, match=r"1 rounds of each victim were seen, got \[2\]"):
             attack.reconstruct(task, seen, gradveil.ThreatModel())
@@ -439,24 +444,24 @@ class TestRecovery:
     @pytest.mark.parametrize(
         "spec", ["dual-pruning:k1=0.05,k2=0.75", "top-k:keep=0.2", "soteria:rate=0.8", "precode:width=8"]
     )
-    def test_what_arrived_is_enough(self, spec, task, one):
+    def test_what_arrived_is_enough(self, spec, task, example):
         """More values arrive than there are pixels, and they are exact: so is the image."""
         defense = gradveil.defense(spec)
-        defense, task, seen = observed(defense, task, one)
+        defense, task, seen = observed(defense, task, example)
         stacked = [(task, {name: value[None] for name, value in seen[0][1].items()})]
-        start = torch.rand(1, *one[0].shape, generator=seeded(3), dtype=torch.float64)
+        start = torch.rand(1, *example[0].shape, generator=seeded(3), dtype=torch.float64)
         errors = []
         for knowledge in (None, next(iter(defense.adapt(task).values()))):
             problem = Problem(
-                stacked, one[1][None], gradveil.ThreatModel(), seeded(), knowledge=knowledge, execution="loop"
+                stacked, example[1][None], gradveil.ThreatModel(), seeded(), knowledge=knowledge, execution="loop"
             )
             found = match(problem, start, LBFGS(), Matching(list(problem.updates), SQUARED), iterations=300)
-            errors.append((found.inputs[0] - one[0]).abs().max().item())
+            errors.append((found.inputs[0] - example[0]).abs().max().item())
         assert errors[1] < 1e-3
         assert errors[0] > 100 * errors[1]
 
     @pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion"])
-    def test_every_matching_attack_adapts(self, name, task, one):
+    def test_every_matching_attack_adapts(self, name, task, example):
         options = {
             "dlg": {"iterations": 60},
             "idlg": {"iterations": 60},
@@ -464,40 +469,42 @@ class TestRecovery:
             "grad-inversion": {"iterations": 200, "tv": 0.0, "l2": 0.0, "seeds": 1, "lr": 0.05},
         }
         defense = gradveil.defense("gradient-dropout", keep=0.5, std=0.5)
-        update = defense.share(task, *one, generator=seeded())
+        update = defense.share(task, *example, generator=seeded())
         attack = gradveil.attack(name, **options[name])
 
         def found(adaptive):
-            threat = gradveil.ThreatModel(labels="known", known_labels=one[1][None], adaptive=adaptive, defense=defense)
+            threat = gradveil.ThreatModel(
+                labels="known", known_labels=example[1][None], adaptive=adaptive, defense=defense
+            )
             return attack.reconstruct(task, update, threat, generator=seeded(), execution="loop").inputs
 
-        plain, adapted = ((found(adaptive) - one[0]).square().mean().item() for adaptive in (False, True))
+        plain, adapted = ((found(adaptive) - example[0]).square().mean().item() for adaptive in (False, True))
         assert adapted < plain / 2
 
 
 class TestExpectation:
-    def test_a_defense_that_says_nothing_is_simulated(self, task, one):
+    def test_a_defense_that_declares_no_knowledge_is_simulated(self, task, example):
         chain = gradveil.Chain(gradveil.defense("top-k", keep=0.5), gradveil.defense("quantization", bits=4))
         assert not chain.adapt(task)
         knowledge = adaptive.expectation(chain)
-        _, _, seen = observed(chain, task, one)
-        assert cost_at(*one, seen, knowledge) < 1e-12  # it draws nothing: its simulation is the update
-        assert cost_at(*one, seen, None) > 1e-5
+        _, _, seen = observed(chain, task, example)
+        assert cost_at(*example, seen, knowledge) < 1e-12  # it has no randomness, so its simulation is the update
+        assert cost_at(*example, seen, None) > 1e-5
 
-    def test_the_cost_is_averaged_over_draws(self, task, one):
+    def test_the_cost_is_averaged_over_draws(self, task, example):
         noise = gradveil.defense("gaussian-noise", std=0.1)
-        seen = gradveil.Rounds([(task, gradveil.Update(task.gradients(*one)))])
+        seen = gradveil.Rounds([(task, gradveil.Update(task.gradients(*example)))])
         size = sum(value.numel() for value in task.parameters.values())
-        assert cost_at(*one, seen, adaptive.expectation(noise)) == pytest.approx(0.01 * size, rel=0.3)
+        assert cost_at(*example, seen, adaptive.expectation(noise)) == pytest.approx(0.01 * size, rel=0.3)
 
-    def test_slopes_are_those_of_the_undefended_gradient(self, task, one):
+    def test_slopes_are_those_of_the_undefended_gradient(self, task, example):
         [drawn, *_] = adaptive.expectation(gradveil.defense("top-k", keep=0.1)).draw(
-            task, {"w": torch.arange(10.0).requires_grad_()}, *one
+            task, {"w": torch.arange(10.0).requires_grad_()}, *example
         )
         assert torch.equal(torch.autograd.grad(drawn["w"].sum(), drawn["w"])[0], torch.ones(10))
         assert drawn["w"].tolist() == [0] * 9 + [9]
 
-    def test_data_dependent_defenses_are_simulated_too(self, task, one):
+    def test_data_dependent_defenses_are_simulated_too(self, task, example):
         class Doubling(gradveil.StepDefense):
             name = "doubling"
 
@@ -506,20 +513,20 @@ class TestExpectation:
                 return {name: 2 * value for name, value in gradients.items()}
 
         defense = Doubling()
-        update = defense.share(task, *one)
+        update = defense.share(task, *example)
         threat = gradveil.ThreatModel(adaptive=True, defense=defense)
         found = gradveil.attack("inverting-gradients", optimiser="lbfgs", iterations=40, tv=0.0).reconstruct(
             task, update, threat, generator=seeded()
         )
         assert found.execution == "loop"
-        assert (found.inputs[0] - one[0]).abs().mean() < 0.1
+        assert (found.inputs[0] - example[0]).abs().mean() < 0.1
 
     @pytest.mark.parametrize("name", ["dp-sgd", "optimal-noise", "soteria"])
-    def test_so_are_those_that_use_functional_transforms(self, name, task, one):
-        """An attacker on one victim differentiates by autograd, inside of which they still must work."""
-        defense, gradients = gradveil.defense(name), task.gradients(*one)
-        outside = adaptive.expectation(defense).draw(task, gradients, *one)
-        inside = adaptive.expectation(defense).draw(task.by_autograd(), gradients, *one)
+    def test_defenses_that_use_functional_transforms_are_simulated_too(self, name, task, example):
+        """An attacker on one victim differentiates with autograd; the transforms must still work inside it."""
+        defense, gradients = gradveil.defense(name), task.gradients(*example)
+        outside = adaptive.expectation(defense).draw(task, gradients, *example)
+        inside = adaptive.expectation(defense).draw(task.by_autograd(), gradients, *example)
         for expected, drawn in zip(outside, inside, strict=True):
             assert all(torch.equal(value, drawn[layer]) for layer, value in expected.items())
 
@@ -592,5 +599,5 @@ class TestThreatModel:
     def test_forms_that_do_not_exist_or_do_not_fit_are_refused(self, tiny_task, tiny_batch):
         with pytest.raises(ThreatModelError, match="no adaptive form 'magic' against refiner; it has: undo-blend, sol"):
             self.attack(tiny_task, tiny_batch, "magic")
-        with pytest.raises(ThreatModelError, match="'solve-gradient' supposes updates of a single gradient"):
+        with pytest.raises(ThreatModelError, match="'solve-gradient' expects each update to be a single gradient"):
             self.attack(tiny_task, tiny_batch, "solve-gradient", local=gradveil.LocalSteps(lr=0.1))

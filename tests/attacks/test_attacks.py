@@ -24,7 +24,7 @@ QUICK = {
 
 
 def sent_by(attack, task):
-    """The task that the clients are sent: an active server changes it, by public images of its own."""
+    """The task that the clients are sent: an active server changes it, using public images."""
     generator = torch.Generator().manual_seed(9)
     public = torch.rand(20, *task.input_shape, generator=generator, dtype=task.dtype)
     return attack.modify(task, public=(public, torch.arange(20) % task.classes), generator=generator)
@@ -92,7 +92,7 @@ def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
 @pytest.mark.parametrize("name", gradveil.list_attacks())
 def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
-    # Without the total variation: where its kinks make a gradient vanish, the last bit decides about a sign.
+    # Without the total variation: where its kinks make a gradient vanish, the last bit decides the sign.
     smooth = {"tv": 0.0} if name in ("inverting-gradients", "grad-inversion") else {}
     attack = gradveil.attack(name, **QUICK[name], **smooth)
     task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
@@ -119,7 +119,7 @@ def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch
     attack = gradveil.attack(name, **QUICK[name])
     task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
     update = gradveil.defense("none").share(task, images, labels)
-    assert not update.meta.buffers  # nothing but numbers about the client travels beside the gradient
+    assert not update.meta.buffers  # only numbers about the client are sent along with the gradient
 
     def run():
         generator = torch.Generator().manual_seed(0)
@@ -145,7 +145,7 @@ def test_batches_are_reconstructed_with_known_labels(tiny_task, tiny_batch):
 
 
 def test_dlg_needs_no_labels_to_start_from(generator):
-    """It finds them: where none can be inferred, and whatever is said to be known."""
+    """It finds them itself, also if none can be inferred, and ignores known labels."""
     torch.manual_seed(0)
     layers = torch.nn.Conv2d(1, 4, 3), torch.nn.Sigmoid(), torch.nn.Conv2d(4, 3, 2), torch.nn.Flatten()
     convolution = gradveil.Task(torch.nn.Sequential(*layers).double(), input_shape=(1, 4, 4), classes=3)
@@ -153,12 +153,12 @@ def test_dlg_needs_no_labels_to_start_from(generator):
     image, label = torch.rand(1, 1, 4, 4, generator=generator, dtype=torch.float64), torch.tensor([2])
     update = gradveil.defense("none").share(convolution, image, label)
     attack, wrong = gradveil.attack("dlg", iterations=200, restarts=4), torch.tensor([[0]])
-    found, told = (
+    found, misled = (
         attack.reconstruct(convolution, update, threat, generator=torch.Generator().manual_seed(0), execution="loop")
         for threat in (gradveil.ThreatModel(), gradveil.ThreatModel(labels="known", known_labels=wrong))
     )
-    assert found.labels.tolist() == told.labels.tolist() == [[2]]
-    assert torch.equal(found.inputs, told.inputs)
+    assert found.labels.tolist() == misled.labels.tolist() == [[2]]
+    assert torch.equal(found.inputs, misled.inputs)
 
     layers = torch.nn.Flatten(), torch.nn.Linear(16, 3, bias=False)
     unbiased = gradveil.Task(torch.nn.Sequential(*layers), input_shape=(1, 4, 4), classes=3)
@@ -168,13 +168,13 @@ def test_dlg_needs_no_labels_to_start_from(generator):
     assert found.labels.shape == (1, 2)
 
 
-def test_dlg_does_not_report_the_doubts_of_an_inference_it_does_not_use(tiny_task):
-    undecided = gradveil.Update({name: torch.zeros_like(value) for name, value in tiny_task.parameters.items()})
-    doubts = [
-        gradveil.attack(name, iterations=1).reconstruct(tiny_task, undecided, gradveil.ThreatModel()).ambiguous_labels
+def test_dlg_does_not_report_ambiguity_of_an_inference_it_does_not_use(tiny_task):
+    zeros = gradveil.Update({name: torch.zeros_like(value) for name, value in tiny_task.parameters.items()})
+    ambiguous = [
+        gradveil.attack(name, iterations=1).reconstruct(tiny_task, zeros, gradveil.ThreatModel()).ambiguous_labels
         for name in ("idlg", "dlg")
     ]
-    assert [bool(doubt) for doubt in doubts] == [True, False]
+    assert [bool(labels) for labels in ambiguous] == [True, False]
 
 
 def test_large_batches_with_repeated_labels(generator):
@@ -186,8 +186,8 @@ def test_large_batches_with_repeated_labels(generator):
     update = gradveil.defense("none").share(task, images, labels)
     found = gradveil.attack("idlg", iterations=2).reconstruct(task, update, gradveil.ThreatModel(batch_size=128))
     assert found.inputs.shape == (1, 128, 1, 28, 28)
-    right = (found.labels[0].bincount(minlength=10) - labels.bincount(minlength=10)).abs().sum()
-    assert right <= 8  # of 128
+    miscounted = (found.labels[0].bincount(minlength=10) - labels.bincount(minlength=10)).abs().sum()
+    assert miscounted <= 8  # of 128
 
 
 def test_the_best_restart_is_chosen_by_the_attackers_loss(tiny_task, tiny_batch):
@@ -204,7 +204,7 @@ def test_the_best_restart_is_chosen_by_the_attackers_loss(tiny_task, tiny_batch)
     assert max(gains) > 1e-6
 
 
-def test_distances_are_what_they_say():
+def test_cosine_distance():
     a = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([0.0])}
     b = {"w": torch.tensor([1.0, 0.0]), "b": torch.tensor([1.0])}
     assert float(cosine_distance(a, b)) == pytest.approx(1 - 0.5**0.5)
@@ -216,7 +216,8 @@ def test_total_variation_needs_images():
     task = gradveil.Task(torch.nn.Linear(10, 3), input_shape=(10,), classes=3)
     update = task.gradients(torch.rand(1, 10), torch.tensor([1]))  # a plain dict is an update too
     with pytest.raises(
-        ThreatModelError, match=r"tv weighs a prior, and there is none of image inputs of shape \[10\]; use tv=0"
+        ThreatModelError,
+        match=r"tv needs inputs with a prior, got image inputs of shape \[10\], which have none; use tv=0",
     ):
         gradveil.attack("inverting-gradients").reconstruct(task, update, gradveil.ThreatModel())
     found = gradveil.attack("inverting-gradients", tv=0.0, iterations=200).reconstruct(
@@ -316,7 +317,7 @@ def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
 
 @pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion"])
 def test_a_muted_layer_does_not_matter(name, tiny_task, tiny_batch):
-    """What stands in a layer that is left out changes nothing; what stands in another one does."""
+    """The values of a layer that is left out change nothing; those of another layer do."""
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
     other = gradveil.Update({**update, "3.weight": torch.ones_like(update["3.weight"])}, update.meta)
     threat = gradveil.ThreatModel()
@@ -327,14 +328,14 @@ def test_a_muted_layer_does_not_matter(name, tiny_task, tiny_batch):
 
     muted = gradveil.attack(name, **QUICK[name], mute="3.weight")
     assert torch.equal(found(muted, update), found(muted, other))
-    listening = gradveil.attack(name, **QUICK[name])
-    assert not torch.equal(found(listening, update), found(listening, other))
+    unmuted = gradveil.attack(name, **QUICK[name])
+    assert not torch.equal(found(unmuted, update), found(unmuted, other))
     both = gradveil.attack(name, **QUICK[name], mute="3.weight|3.bias")
     assert torch.equal(found(both, update), found(gradveil.attack(name, **QUICK[name], mute="3"), update))
 
 
 def test_muting_beats_soteria(mnist_victims):
-    """Soteria spoils one layer; who leaves it out sees the image."""
+    """Soteria spoils one layer; an attacker who leaves it out sees the image."""
     task, images, labels = mnist_victims
     scores = {}
     for defense, mute in (("none", "none"), ("soteria", "none"), ("soteria", "classifier.weight")):
@@ -347,7 +348,7 @@ def test_muting_beats_soteria(mnist_victims):
 
 def test_layers_to_mute_must_exist(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
-    with pytest.raises(ParameterError, match="idlg: mute names no layer of the model: '3.weigth'; did you mean"):
+    with pytest.raises(ParameterError, match="idlg: mute must name layers of the model, got '3.weigth'; did you mean"):
         gradveil.attack("idlg", mute="3.weigth").reconstruct(tiny_task, update, gradveil.ThreatModel())
     with pytest.raises(ParameterError, match=r"mute=0\|3 leaves no layer to match"):
         gradveil.attack("idlg", mute="0|3").reconstruct(tiny_task, update, gradveil.ThreatModel())

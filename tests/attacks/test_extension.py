@@ -1,4 +1,4 @@
-"""Attacks that the package knows nothing of: one with an optimiser of its own, one that learns from public data."""
+"""Attacks from outside the package: one with its own optimiser, and one that learns from public data."""
 
 from dataclasses import dataclass, replace
 
@@ -16,18 +16,18 @@ from gradveil.core.tensors import Tensors
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    """What a test registers is forgotten after it."""
+    """Whatever a test registers is forgotten afterwards."""
     monkeypatch.setattr(ATTACKS, "_factories", dict(ATTACKS._factories))
     ATTACKS.register("sign-descent")(SignDescentAttack)
     ATTACKS.register("nearest-public")(NearestPublic)
 
 
-# -- an optimiser of one's own -----------------------------------------------------------------------------------
+# -- an attack with its own optimiser ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class SignDescent(Optimiser):
-    """Steps along the signs of the gradient; a victim whose loss did not fall goes back and halves its step."""
+    """Steps along the signs of the gradient; if a victim's loss does not fall, it goes back and halves its step."""
 
     step: float
 
@@ -41,8 +41,8 @@ class SignDescent(Optimiser):
             moved = moved if project is None else project(moved)
             tried, slopes = objective(moved, everyone)
             better = tried < losses
-            spread = better.view(-1, *[1] * (start.ndim - 1))
-            best, gradients = torch.where(spread, moved, best), torch.where(spread, slopes, gradients)
+            improved = better.view(-1, *[1] * (start.ndim - 1))
+            best, gradients = torch.where(improved, moved, best), torch.where(improved, slopes, gradients)
             losses, sizes = torch.where(better, tried, losses), torch.where(better, sizes, sizes / 2)
             if progress:
                 progress(step + 1, iterations, 0.0)
@@ -84,7 +84,7 @@ def attacked(attack, task, updates, **threat):
     return attack.reconstruct(task, updates, gradveil.ThreatModel(**threat), generator=generator, execution="loop")
 
 
-def test_an_optimiser_from_outside_is_searched_with(tiny_task, tiny_batch):
+def test_an_optimiser_from_outside_is_used(tiny_task, tiny_batch):
     attack = gradveil.attack("sign-descent:step=0.1,iterations=80")
     assert isinstance(attack, SignDescentAttack)
     ticks = []
@@ -93,13 +93,13 @@ def test_an_optimiser_from_outside_is_searched_with(tiny_task, tiny_batch):
         updates_of(tiny_task, tiny_batch),
         gradveil.ThreatModel(),
         generator=torch.Generator().manual_seed(1),
-        progress=lambda *told: ticks.append(told[:2]),
+        progress=lambda done, total, _left: ticks.append((done, total)),
     )
     assert (found.history.start > 2 * found.loss).all()
     assert found.labels[:, 0].tolist() == tiny_batch[1].tolist()
     assert found.iterations.tolist() == [80] * 3
     assert ticks[-1] == (80, 80)
-    assert torch.equal(found.inputs, found.inputs.clamp(0, 1))  # it was handed the range of the inputs
+    assert torch.equal(found.inputs, found.inputs.clamp(0, 1))  # because it is given the range of the inputs
 
 
 def test_it_gets_restarts_local_steps_and_knowledge_of_defenses_like_any_other(tiny_task, tiny_batch):
@@ -133,10 +133,10 @@ def test_its_parameters_are_checked_like_those_of_any_other():
 
 @dataclass(frozen=True, repr=False)
 class NearestPublic(Attack):
-    """Answers with the public example whose gradient is nearest to the update.
+    """Returns the public example whose gradient is nearest to the update.
 
     Args:
-        limit: how many public examples it looks at.
+        limit: how many public examples it uses.
     """
 
     finds_labels = True
@@ -161,14 +161,14 @@ class NearestPublic(Attack):
 
 @pytest.fixture
 def public(tiny_batch, generator):
-    """Examples that look like the victims' and others that do not, in no order."""
+    """Examples that look like the victims' and others that do not, in random order."""
     near = tiny_batch[0] + 0.01 * torch.randn(tiny_batch[0].shape, generator=generator, dtype=torch.float64)
     others = torch.rand(7, 1, 6, 6, generator=generator, dtype=torch.float64)
     order = torch.randperm(10, generator=generator)
     return torch.cat([others, near])[order], torch.cat([torch.arange(7) % 4, tiny_batch[1]])[order]
 
 
-def test_a_learned_attacker_works_where_public_data_is_granted(tiny_task, tiny_batch, public):
+def test_a_learned_attacker_works_if_public_data_is_granted(tiny_task, tiny_batch, public):
     threat = gradveil.ThreatModel(public=public)
     attack = gradveil.attack("nearest-public").fit(tiny_task, threat)
     found = attack.reconstruct(tiny_task, updates_of(tiny_task, tiny_batch), threat)
@@ -176,7 +176,7 @@ def test_a_learned_attacker_works_where_public_data_is_granted(tiny_task, tiny_b
     assert found.labels[:, 0].tolist() == tiny_batch[1].tolist()
 
 
-def test_it_is_refused_where_public_data_is_not_granted(tiny_task, tiny_batch, public):
+def test_it_is_refused_if_public_data_is_not_granted(tiny_task, tiny_batch, public):
     attack, updates = gradveil.attack("nearest-public"), updates_of(tiny_task, tiny_batch)
     refusal = r"nearest-public: needs public data, which this threat model does not grant; use ThreatModel\(public="
     with pytest.raises(ThreatModelError, match=refusal):
@@ -190,7 +190,7 @@ def test_it_is_refused_where_public_data_is_not_granted(tiny_task, tiny_batch, p
 
 def test_it_must_learn_before_it_attacks(tiny_task, tiny_batch, public):
     attack, threat = gradveil.attack("nearest-public"), gradveil.ThreatModel(public=public)
-    with pytest.raises(ThreatModelError, match=r"nearest-public: must learn before it attacks; .* attack.fit\("):
+    with pytest.raises(ThreatModelError, match=r"nearest-public: must be fitted first; .* attack.fit\("):
         attack.reconstruct(tiny_task, updates_of(tiny_task, tiny_batch), threat)
 
 
@@ -198,7 +198,7 @@ def test_what_was_learned_counts_in_equality_and_not_in_the_spec(tiny_task, publ
     attack, threat = gradveil.attack("nearest-public:limit=8"), gradveil.ThreatModel(public=public)
     fitted, again = (attack.fit(tiny_task, threat) for _ in range(2))
     other = attack.fit(tiny_task, gradveil.ThreatModel(public=(public[0].flip(0), public[1].flip(0))))
-    assert attack.learned is None  # the one that was asked stays as it is
+    assert attack.learned is None  # the original is unchanged
     assert fitted == again
     assert hash(fitted) == hash(again)
     assert fitted not in (attack, other)

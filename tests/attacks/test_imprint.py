@@ -1,4 +1,4 @@
-"""Robbing the Fed and LOKI: the algebra against hand-made rows, the attacks on whole models."""
+"""Robbing the Fed and LOKI: the algebra on hand-made rows, and the attacks on whole models."""
 
 import pytest
 import torch
@@ -41,16 +41,16 @@ def alone_in_their_bins(images, edges):
     st.sampled_from([torch.float32, torch.float64]),
 )
 def test_bins_of_hand_made_rows(places, seed, dtype):
-    """Rows built one image at a time, as a slow client would; bins with one image give it back, others say so."""
+    """Rows are built one image at a time; bins with one image return it, and mixtures are recognised."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(len(places), 5, generator=generator, dtype=dtype)
     factors = torch.randn(len(places), 2, generator=generator, dtype=dtype)
-    rows, marks = torch.zeros(2, 8, 5, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
+    rows, biases = torch.zeros(2, 8, 5, dtype=dtype), torch.zeros(2, 8, dtype=dtype)
     for place, image, factor in zip(places, images, factors, strict=True):
         for copy in range(2):
             rows[copy, : place + 1] += factor[copy] * image
-            marks[copy, : place + 1] += factor[copy]
-    bins = imprint.read(rows, marks)
+            biases[copy, : place + 1] += factor[copy]
+    bins = imprint.read_bins(rows, biases)
     for number in range(8):
         inside = [t for t, place in enumerate(places) if place == number]
         assert bool(bins.occupied[number]) == (len(inside) > 0)
@@ -60,18 +60,18 @@ def test_bins_of_hand_made_rows(places, seed, dtype):
 
 
 def test_single_bins_come_first_and_what_is_missing_is_grey(victim_task):
-    rows, marks = torch.zeros(1, 2, 4, 144), torch.zeros(1, 2, 4)
+    rows, biases = torch.zeros(1, 2, 4, 144), torch.zeros(1, 2, 4)
     image, other = torch.full((144,), 0.25), torch.rand(144, generator=torch.Generator().manual_seed(0))
     # Bin 2 holds one faint image, bin 0 a strong mixture.
     for copy, (a, b, c) in enumerate([(0.1, 5.0, 3.0), (0.2, 5.0, -4.0)]):
         rows[0, copy, :3] += a * image
-        marks[0, copy, :3] += a
+        biases[0, copy, :3] += a
         rows[0, copy, :1] += b * image + c * other
-        marks[0, copy, :1] += b + c
-    picked = imprint.pick(imprint.read(rows, marks), count=3)
-    assert picked.source.tolist() == [[2, 0, -1]]
-    assert picked.certain.tolist() == [[True, False, False]]
-    images = imprint.as_images(victim_task, picked.images)[0]
+        biases[0, copy, :1] += b + c
+    selection = imprint.select_images(imprint.read_bins(rows, biases), count=3)
+    assert selection.source.tolist() == [[2, 0, -1]]
+    assert selection.certain.tolist() == [[True, False, False]]
+    images = imprint.as_images(victim_task, selection.images)[0]
     torch.testing.assert_close(images[0].flatten(), image, rtol=1e-4, atol=1e-4)
     assert images[2].unique().tolist() == [0.5]
 
@@ -91,7 +91,7 @@ def test_bins_are_equally_likely():
 
 
 @pytest.mark.parametrize("signal", [1.0, 100.0])
-def test_the_modified_model_answers_like_the_given_one_and_has_the_signal_asked_for(victim_task, signal):
+def test_the_modified_model_predicts_like_the_given_one_and_has_the_requested_signal(victim_task, signal):
     images, labels = pictures(60, 0)
     attack = gradveil.attack("robbing-the-fed", bins=32, signal=signal)
     sent = attack.modify(victim_task, public=(images, labels), generator=torch.Generator().manual_seed(1))
@@ -150,7 +150,7 @@ def test_loki_separates_clients_in_the_mean(victim_task, local):
     attack = gradveil.attack("loki", clients=3, bins=64)
     sent = attack.modify(victim_task, public=pictures(200, 0), generator=torch.Generator().manual_seed(1))
     batches = [pictures(4, seed) for seed in (11, 12, 13)]
-    # All clients hold the same image: only columns of their own can keep these apart.
+    # All clients hold the same image, so only separate columns can keep these apart.
     for images, _ in batches[1:]:
         images[0] = batches[0][0][0]
     updates = [
@@ -177,8 +177,8 @@ def test_loki_separates_clients_in_the_mean(victim_task, local):
     assert found.inputs.shape == (1, 12, *SHAPE)
 
 
-def test_loki_tells_a_lone_clients_block_by_itself(victim_task):
-    """As the audit runs it: every update by itself, each client with kernels of its own."""
+def test_loki_recognises_the_block_of_a_single_client(victim_task):
+    """As in an audit, every update is attacked by itself, and each client has its own kernels."""
     attack = gradveil.attack("loki", clients=3, bins=64)
     sent = attack.modify(victim_task, public=pictures(200, 0), generator=torch.Generator().manual_seed(1))
     images, labels = pictures(2, 5)

@@ -32,7 +32,7 @@ def test_repeated_labels_of_a_batch_are_counted(name, generator):
 @pytest.mark.parametrize("name", ["lenet", "mlp", "convnet"])
 @pytest.mark.parametrize("spec", ["dual-pruning:k1=0.05,k2=0.75", "gradient-dropout:keep=0.8,std=0.005"])
 def test_a_label_hidden_in_the_bias_is_read_off_the_weights(name, spec, generator):
-    """The bias alone does not tell: dual pruning withholds its label's value always, dropout one time in five."""
+    """The bias alone does not reveal it: dual pruning always withholds the label's entry, dropout one time in five."""
     task = gradveil.Task(models.create(name, input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10)
     assert task.classifier is not None
     assert task.classifier.bias is not None
@@ -51,7 +51,7 @@ def test_what_cannot_be_inferred_is_refused():
         models.create("cnn6", input_shape=(3, 32, 32), classes=10), input_shape=(3, 32, 32), classes=10
     )
     update = gradveil.Update(task.parameters)
-    with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias"):
+    with pytest.raises(ThreatModelError, match="a batch needs a classifier with a trained bias"):
         infer_labels(task, update, 4)
     unclassified = gradveil.Task(nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten()), input_shape=(1, 4, 4), classes=3)
     with pytest.raises(ThreatModelError, match="no linear classifier"):
@@ -65,17 +65,17 @@ def own_loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("loss", ["logistic", own_loss])
 @pytest.mark.parametrize("images", [1, 4])
 def test_labels_are_inferred_from_cross_entropy_alone(loss, images, generator):
-    """One logit says nothing by being the largest; who is told the labels, or finds them, does not care."""
+    """With one logit the largest says nothing. Attackers who know the labels or find them are not affected."""
     outputs = 1 if loss == "logistic" else 2
     model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Sigmoid(), nn.Linear(8, outputs))
     task = gradveil.Task(model, loss, input_shape=(1, 4, 4), classes=2)
     labels = torch.ones(images, dtype=torch.long)
     update = gradveil.defense("none").share(task, torch.rand(images, 1, 4, 4, generator=generator), labels)
     attack = gradveil.attack("idlg", iterations=1)
-    said = "gradient of the cross-entropy loss, got (logistic|a loss of your own); use ThreatModel.labels='known'"
-    with pytest.raises(ThreatModelError, match=f"idlg: labels are inferred from the {said}"):
+    expected = "gradient of the cross-entropy loss, got (logistic|a custom loss); use ThreatModel.labels='known'"
+    with pytest.raises(ThreatModelError, match=f"idlg: labels can be inferred only from the {expected}"):
         attack.reconstruct(task, update, gradveil.ThreatModel(batch_size=images))
-    with pytest.raises(ThreatModelError, match=f"label inference: labels are inferred from the {said}"):
+    with pytest.raises(ThreatModelError, match=f"label inference: labels can be inferred only from the {expected}"):
         infer_labels(task, update, images)
     known = gradveil.ThreatModel(labels="known", known_labels=labels[None], batch_size=images)
     assert attack.reconstruct(task, update, known).labels.tolist() == [images * [1]]
@@ -83,7 +83,7 @@ def test_labels_are_inferred_from_cross_entropy_alone(loss, images, generator):
 
 
 @pytest.mark.parametrize("frozen", [("weight",), ("bias",), ("weight", "bias")])
-def test_of_a_half_frozen_classifier_the_other_half_tells(frozen, generator):
+def test_half_of_a_classifier_is_enough_if_the_other_half_is_frozen(frozen, generator):
     model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
     for name in frozen:
         getattr(model.classifier, name).requires_grad_(False)
@@ -98,20 +98,20 @@ def test_of_a_half_frozen_classifier_the_other_half_tells(frozen, generator):
     if frozen == ("weight",):
         assert infer_labels(task, update, 4).labels.tolist() == [0, 1, 2, 2]
     else:
-        with pytest.raises(ThreatModelError, match="a batch needs a classifier with a bias that is trained; use"):
+        with pytest.raises(ThreatModelError, match="a batch needs a classifier with a trained bias, got one"):
             infer_labels(task, update, 4)
 
 
 @pytest.mark.parametrize("images", [1, 3])
-def test_one_class_needs_no_telling(images):
+def test_a_single_class_needs_no_inference(images):
     task = gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(16, 1)), input_shape=(1, 4, 4), classes=1)
     update = gradveil.Update(task.gradients(torch.rand(images, 1, 4, 4), torch.zeros(images, dtype=torch.long)))
     guess = infer_labels(task, update, images)
     assert (guess.labels.tolist(), guess.ambiguous) == (images * [0], False)
 
 
-def test_unclear_counts_are_said(generator):
-    """Noise on the classifier's gradient makes the counts fractions."""
+def test_ambiguous_counts_are_reported(generator):
+    """Noise on the classifier's gradient makes the counts fractional."""
     task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)
     batch = torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 2])
     clear = infer_labels(task, gradveil.Update(task.gradients(*batch)), 4)
@@ -119,12 +119,12 @@ def test_unclear_counts_are_said(generator):
     noisy = gradveil.defense("gaussian-noise:std=1.0").share(task, *batch, generator=generator)
     assert infer_labels(task, noisy, 4).ambiguous
     defense, one = gradveil.defense("gaussian-noise:std=1.0"), (batch[0][:1], batch[1][:1])
-    unclear = [infer_labels(task, defense.share(task, *one, generator=generator), 1).ambiguous for _ in range(20)]
-    assert any(unclear)
+    ambiguous = [infer_labels(task, defense.share(task, *one, generator=generator), 1).ambiguous for _ in range(20)]
+    assert any(ambiguous)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_local_steps_are_allowed_for(generator, momentum):
+def test_local_steps_are_accounted_for(generator, momentum):
     task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=4), input_shape=(1, 8, 8), classes=4)
     batch = torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 2])
     local = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.01, momentum=momentum)

@@ -15,7 +15,7 @@ from gradveil.update import LocalSteps, compute_update, steps_of
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_a_simulated_client_sends_what_the_real_one_sends(tiny_task, tiny_batch, momentum):
-    """For some order of the images: the client shuffles, the simulation takes them as they come."""
+    """For one order of the images: the client shuffles them, the simulation takes them in the given order."""
     inputs, labels = tiny_batch
     local = LocalSteps(epochs=1, batch_size=1, lr=0.3, momentum=momentum)
     real = compute_update(tiny_task, inputs, labels, local=local, generator=torch.Generator().manual_seed(1))
@@ -64,7 +64,7 @@ def test_smoothing_approaches_the_network_it_smooths():
 
 
 def test_the_smooth_form_finds_what_adam_does_not():
-    """On a ReLU network, at equal numbers of evaluations: a lower cosine distance, so a better image."""
+    """On a ReLU network with equal numbers of evaluations, it finds a lower cosine distance and so a better image."""
     model = models.create("lenet", input_shape=(1, 16, 16), classes=4, activation="relu")
     task = gradveil.Task(model, input_shape=(1, 16, 16), classes=4)
     grid = torch.linspace(0, 3, 16)
@@ -121,17 +121,17 @@ def test_batch_norm_statistics_help_only_if_they_are_granted(generator):
         threat = gradveil.ThreatModel(batch_size=2, **grants)
         return attack.reconstruct(task, update, threat, generator=torch.Generator().manual_seed(0)).inputs[0]
 
-    def off(inputs):
+    def error(inputs):
         return float(squared_distance(task.statistics(task.parameters, inputs), {k: v[0] for k, v in granted.items()}))
 
-    assert off(run(statistics=granted)) < off(run())
+    assert error(run(statistics=granted)) < error(run())
     local = LocalSteps()
     stepped = gradveil.defense("none").share(task, images, labels, local=local)
     with pytest.raises(ThreatModelError, match="single gradients only"):
         attack.reconstruct(task, stepped, gradveil.ThreatModel(batch_size=2, local=local, statistics=granted))
 
 
-def test_the_group_term_holds_the_seeds_together(tiny_task, tiny_batch):
+def test_the_group_term_keeps_the_seeds_close_to_each_other(tiny_task, tiny_batch):
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
 
     def loss(group):

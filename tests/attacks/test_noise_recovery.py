@@ -1,4 +1,4 @@
-"""Noise recovery: every part against a slow obvious reference; the attack against what it must break and must not."""
+"""Noise recovery: every part against a slow, obvious reference; the attack on noise it must strip and must not."""
 
 import itertools
 import re
@@ -36,7 +36,7 @@ def numpy_outputs(count, seed=5):
 
 
 def torch_outputs(generator, count):
-    """The outputs that a generator is going to give, by numpy's own Mersenne Twister."""
+    """The next outputs of a generator, computed by numpy's own Mersenne Twister."""
     raw = generator.get_state().numpy().tobytes()[24 : 24 + 8 * 624]
     twin = np.random.RandomState()
     twin.set_state(("MT19937", np.frombuffer(raw, "<u8").astype(np.uint32), 624))
@@ -56,7 +56,7 @@ def batch(count=4, seed=0):
 
 @pytest.fixture(scope="module")
 def silenced():
-    """A task of which an active server silenced three units, and what it then knows: 2,352 coordinates in a row."""
+    """A task in which an active server silenced three units, and what it then knows: 2,352 consecutive zeros."""
     task = silence(network(), "1.bias", [2, 3, 4])
     return task, known_zeros(task, batch(512, seed=1)[0])
 
@@ -133,7 +133,7 @@ def test_bits_of_consecutive_outputs_give_the_state():
     assert not states
 
 
-# Sure bits are sure.
+# Certain bits are right.
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_bits_of_consecutive_outputs_give_the_state():
     ],
 )
 @pytest.mark.parametrize("size", [16, 50, 40_009])
-def test_every_sure_bit_is_the_generators(source, draw, dtype, bits, size):
+def test_every_certain_bit_is_the_generators(source, draw, dtype, bits, size):
     values = {"a": torch.empty(size, dtype=dtype), "b": torch.empty(7, dtype=dtype), "c": torch.empty(33, dtype=dtype)}
     generator = derived_generator(size, str(dtype))
     outputs = torch_outputs(generator, 200_000)
@@ -158,7 +158,7 @@ def test_every_sure_bit_is_the_generators(source, draw, dtype, bits, size):
         assert bits[0] < len(known.values) / size < bits[1]
 
 
-def test_every_sure_bit_of_laplace_noise_is_the_generators():
+def test_every_certain_bit_of_laplace_noise_is_the_generators():
     for dtype in (torch.float32, torch.float64):
         generator = derived_generator(1, str(dtype))
         outputs = torch_outputs(generator, 100_000)
@@ -169,7 +169,7 @@ def test_every_sure_bit_of_laplace_noise_is_the_generators():
         assert len(known.values) > 20 * 40_000
 
 
-def test_every_sure_bit_of_numpys_laplace_noise_is_the_generators():
+def test_every_certain_bit_of_numpys_laplace_noise_is_the_generators():
     _, outputs = numpy_outputs(100_000)
     noise = np.random.RandomState(5).laplace(0, 0.2, 40_000)
     for dtype, least in ((torch.float32, 20), (torch.float64, 47)):
@@ -196,7 +196,7 @@ def test_an_error_of_the_server_costs_bits_and_never_makes_them_wrong():
 # numpy's legacy normal noise.
 
 
-def test_draws_that_numpy_threw_away_are_found():
+def test_draws_that_numpy_discarded_are_found():
     pairs = 1500
     noise = np.random.RandomState(1).normal(0, 0.5, 2 * pairs)
     trials = polar_normals(np.random.RandomState(1).random_sample(6 * pairs))[1][:pairs]
@@ -209,32 +209,32 @@ def test_draws_that_numpy_threw_away_are_found():
     assert len(found.pairs) > pairs / 4
     _, counts = np.unique(found.trials - trials[found.pairs], return_counts=True)
     assert counts.max() > 0.99 * len(found.pairs)
-    assert len(align(one, two, np.full(pairs, 1e-4), np.ones(pairs, bool)).pairs) == 0  # too few bits are sure
+    assert len(align(one, two, np.full(pairs, 1e-4), np.ones(pairs, bool)).pairs) == 0  # too few bits are certain
     shuffled = np.random.default_rng(2).permutation(pairs)
     assert len(align(one[shuffled], two[shuffled], error[shuffled], np.ones(pairs, bool)).pairs) < 20
 
 
-def test_numpys_normal_noise_is_drawn_again_before_and_after_a_place():
+def test_numpys_normal_noise_is_drawn_again_before_and_after_an_index():
     words, _ = numpy_outputs(1)
     generator = numpy_generator(words)
     stream = generator.normal(size=20_000)
     values, trials = polar_normals(np.random.RandomState(5).random_sample(60_000))
     assert np.allclose(values.flatten()[:20_000], stream, rtol=1e-12, atol=0)
-    for place in (0, 1000, 1001):  # an odd place: one value was left over from before
-        start = 4 * int(trials[place // 2 + place % 2])
+    for index in (0, 1000, 1001):  # an odd index: one value was left over from before
+        start = 4 * int(trials[index // 2 + index % 2])
         everything = words
         for _ in range(start // 624):
             everything = next_block(everything)
         joined = np.concatenate([everything, next_block(everything)])
         state = joined[start % 624 :][:624]
-        around = normals_around(state, place, 10_000)
-        assert np.allclose(around, stream[place % 2 :][:10_000], rtol=1e-12, atol=0)
+        around = normals_around(state, index, 10_000)
+        assert np.allclose(around, stream[index % 2 :][:10_000], rtol=1e-12, atol=0)
 
 
 # Coordinates that are known to be zero.
 
 
-def test_known_zeros_are_black_pixels_dead_units_and_units_without_a_way_out():
+def test_known_zeros_are_black_pixels_dead_units_and_disconnected_units():
     images, _ = batch(32)
     images[:, :, 0, :5] = 0
     task = network()
@@ -299,7 +299,7 @@ def test_noise_of_an_explicit_generator_is_stripped(silenced, spec, source):
         ("laplace-noise:std=0.3", TorchLaplace(0.3 / 2**0.5)),
     ],
 )
-def test_noise_in_use_is_not_stripped(silenced, spec, source):
+def test_noise_without_a_generator_is_not_stripped(silenced, spec, source):
     task, zeros = silenced
     images, labels = batch()
     found = recover(gradveil.defense(spec).share(task, images, labels), zeros, source, attempts=1)
@@ -307,7 +307,7 @@ def test_noise_in_use_is_not_stripped(silenced, spec, source):
     assert "contradicted" in found.reason
 
 
-def test_noise_of_perturb_in_use_is_not_stripped(silenced):
+def test_noise_of_perturb_without_a_generator_is_not_stripped(silenced):
     task, zeros = silenced
     found = recover(
         gradveil.defense("gaussian-noise:std=0.3").perturb(task.gradients(*batch())),
@@ -336,7 +336,7 @@ def test_the_wrong_order_of_layers_is_noticed(silenced):
     update = gradveil.defense("gaussian-noise:std=0.3").perturb(
         {name: task.gradients(*batch())[name] for name in reversed(task.parameters)}, generator=derived_generator(1)
     )
-    # The state is right, but not where the other layers lie in the stream: only zeros in several layers tell.
+    # The state is right, but the other layers are elsewhere in the stream, which only zeros in several layers reveal.
     assert (zeros["3.weight"] >= 0).any()
     found = recover({name: update[name] for name in task.parameters}, zeros, TorchNormal(0.3), attempts=1)
     assert not found.verified
@@ -356,7 +356,7 @@ def test_too_few_zeros_are_counted(silenced):
     assert "they give 0 equations" in recover(update, nothing, TorchNormal(0.3)).reason
 
 
-def test_zeros_that_are_none_are_left_out():
+def test_wrong_zeros_are_left_out():
     task = silence(network(), "1.bias", [1, 2, 3, 4, 6])
     zeros = known_zeros(task, batch(512, seed=1)[0])
     truth = task.gradients(*batch())
@@ -384,10 +384,14 @@ def test_a_passive_server_reads_a_digit_behind_normal_noise():
     model = models.create("mlp", input_shape=(1, 28, 28), classes=10, seed=0)
     task = gradveil.Task(model, input_shape=(1, 28, 28), classes=10)
     zeros = known_zeros(task, digits.train.batch(range(0, len(digits.train), len(digits.train) // 2000))[0])
-    # A digit for which they are zeros indeed: guesses that are wrong have a test of their own.
+    # A digit for which all of them are zero; wrong guesses have their own test.
     victims = (digits.test.batch([victim]) for victim in range(100))
     gradients = ((image, task.gradients(image, label)) for image, label in victims)
-    image, truth = next(one for one in gradients if not any(one[1][name][zeros[name] >= 0].any() for name in zeros))
+    image, truth = next(
+        (image, gradient)
+        for image, gradient in gradients
+        if not any(gradient[name][zeros[name] >= 0].any() for name in zeros)
+    )
     update = gradveil.defense("gaussian-noise:std=0.3").perturb(truth, generator=derived_generator(1))
     found = recover(update, zeros, TorchNormal(0.3), generator=derived_generator(2))
     assert_stripped(found, truth, 0.3)

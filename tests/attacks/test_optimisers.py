@@ -75,7 +75,7 @@ def test_lbfgs_survives_costs_that_are_not_finite():
     torch.testing.assert_close(found.candidates, torch.full((2, 1), 0.5, dtype=torch.float64), rtol=0, atol=1e-6)
 
 
-def test_lbfgs_stops_where_nothing_is_to_be_gained():
+def test_lbfgs_stops_where_the_loss_cannot_fall():
     flat = lbfgs(Objective(lambda x, _: 0 * x.sum(), torch.zeros(1)), torch.ones(1, 3).double(), iterations=50)
     assert flat.iterations.tolist() == [0]
     nan = lbfgs(Objective(lambda x, _: x.sum() * math.nan, torch.zeros(1)), torch.ones(1, 3).double(), iterations=50)
@@ -127,9 +127,9 @@ def test_the_step_size_falls_at_the_milestones():
     objective = Objective(lambda x, _: x.sum(), torch.zeros(1))
 
     class Watch:
-        def __call__(self, candidates, who):
+        def __call__(self, candidates, indices):
             moves.append(candidates.item())
-            return objective(candidates, who)
+            return objective(candidates, indices)
 
     adam(Watch(), torch.zeros(1, 1), iterations=8, lr=1.0, signed=True)  # type: ignore[arg-type]
     steps = [round(a - b, 6) for a, b in pairwise(moves)]
@@ -168,10 +168,10 @@ def test_chunks_change_nothing_and_bound_what_is_evaluated_at_once(targets, exec
     cut = Objective(quartic, targets, execution=execution, victim_bytes=10, memory_budget=25)
     sizes = []
     evaluate = cut._evaluate
-    cut._evaluate = lambda candidates, who: (sizes.append(len(who)), evaluate(candidates, who))[1]
-    candidates, who = torch.ones(5, 3, dtype=torch.float64), torch.arange(5)
-    for mine, other in zip(cut(candidates, who), whole(candidates, who), strict=True):
-        torch.testing.assert_close(mine, other)
+    cut._evaluate = lambda candidates, indices: (sizes.append(len(indices)), evaluate(candidates, indices))[1]
+    candidates, indices = torch.ones(5, 3, dtype=torch.float64), torch.arange(5)
+    for part, other in zip(cut(candidates, indices), whole(candidates, indices), strict=True):
+        torch.testing.assert_close(part, other)
     assert sizes == [2, 2, 1]
 
 
@@ -195,9 +195,9 @@ def test_victims_leave_when_they_have_finished(targets):
     evaluated = []
 
     class Watch(Objective):
-        def __call__(self, candidates, who):
-            evaluated.append(who.tolist())
-            return super().__call__(candidates, who)
+        def __call__(self, candidates, indices):
+            evaluated.append(indices.tolist())
+            return super().__call__(candidates, indices)
 
     start = torch.zeros(5, 3, dtype=torch.float64)
     start[2] = targets[2]
@@ -209,7 +209,7 @@ def test_victims_leave_when_they_have_finished(targets):
 
 
 def test_stalled_victims_leave_after_the_last_milestone():
-    """On the flat ground of a valley nothing is gained any more."""
+    """On a flat valley floor the loss no longer improves."""
     objective = Objective(lambda x, t: ((x - t).abs() - 0.1).relu().sum(), torch.tensor([[0.5]]), execution="loop")
     found = adam(objective, torch.zeros(1, 1), iterations=200, lr=0.1)
     assert int(found.iterations[0]) == 175  # seven eighths, where the last milestone is
@@ -227,11 +227,11 @@ def test_an_interrupt_returns_the_best_so_far(targets, optimise):
     class Interrupted(Objective):
         calls = 0
 
-        def __call__(self, candidates, who):
+        def __call__(self, candidates, indices):
             self.calls += 1
             if self.calls == 4:
                 raise KeyboardInterrupt
-            return super().__call__(candidates, who)
+            return super().__call__(candidates, indices)
 
     start = torch.zeros(5, 3, dtype=torch.float64)
     found = optimise(Interrupted(quartic, targets, execution="batch"), start)
@@ -279,20 +279,20 @@ def test_batched_attacks_are_as_good_as_the_loop_in_single_precision():
 
 
 @pytest.mark.parametrize("optimiser", [lbfgs, partial(adam, lr=0.05, milestones=())])
-def test_the_history_tells_where_a_search_began_and_where_it_was_late(optimiser):
-    """Nine tenths of a search are a search of nine tenths of the steps."""
+def test_the_history_has_the_first_and_the_late_loss(optimiser):
+    """The late loss, after nine tenths of the steps, is the final loss of a search with that many steps."""
     scales = torch.tensor([1.0, 10.0, 100.0], dtype=torch.float64)
     start = torch.full((3, 6), -1.0, dtype=torch.float64)
     objective = Objective(rosenbrock, scales, execution="loop")
-    whole, most = (optimiser(objective, start, iterations=steps) for steps in (10, 9))
+    whole, shorter = (optimiser(objective, start, iterations=steps) for steps in (10, 9))
     first, _ = objective(start, torch.arange(3))
     torch.testing.assert_close(whole.history.start, first)
-    torch.testing.assert_close(whole.history.late, most.losses)
+    torch.testing.assert_close(whole.history.late, shorter.losses)
     assert (whole.history.late > whole.losses).all()
     assert whole.history.restarts.tolist() == whole.losses[:, None].tolist()
 
 
-def test_a_search_that_ended_early_was_not_late():
+def test_the_late_loss_of_a_search_that_ended_early_is_the_final_one():
     objective = Objective(lambda c, t: (c - t).square().sum(), torch.ones(1, 2, dtype=torch.float64))
     solution = lbfgs(objective, torch.zeros(1, 2, dtype=torch.float64), iterations=100)
     assert solution.iterations < 90

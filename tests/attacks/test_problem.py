@@ -1,4 +1,4 @@
-"""What an attack is given, of inputs and labels of any kind."""
+"""What an attack is given, with inputs and labels of any kind."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]).double(), torch.tensor([5.0, 1
 
 @dataclass(frozen=True)
 class Grades(Image):
-    """Four numbers, each in a range of its own, of which only halves are meant."""
+    """Four numbers, each in its own range, which are multiples of one half."""
 
     name, unit = "grades", "row"
 
@@ -57,10 +57,10 @@ def test_inputs_of_another_kind_are_searched_in_their_range_and_decoded(spec):
 
 
 @pytest.mark.parametrize("name", ["inverting-gradients", "grad-inversion"])
-def test_a_prior_that_there_is_not_is_refused(name):
+def test_a_prior_that_does_not_exist_is_refused(name):
     task = grades_task(nn.Linear(16, 3))
     update = task.gradients(ROW, torch.tensor([1]))
-    with pytest.raises(ThreatModelError, match=r"there is none of grades inputs of shape \[4\]; use tv=0"):
+    with pytest.raises(ThreatModelError, match=r"got grades inputs of shape \[4\], which have none; use tv=0"):
         gradveil.attack(name).reconstruct(task, update, gradveil.ThreatModel())
     attack = gradveil.attack(name, tv=0.0, iterations=3)
     assert attack.reconstruct(task, update, gradveil.ThreatModel()).inputs.shape == (1, 1, 4)
@@ -78,7 +78,7 @@ POSITIONS = nn.Sequential(nn.Linear(16, 6), nn.Unflatten(1, (3, 2)))
 @pytest.mark.parametrize(
     ("task", "labels", "got"),
     [
-        (grades_task(nn.Linear(16, 2), F.mse_loss, None), torch.rand(1, 2).double(), "labels that are no classes"),
+        (grades_task(nn.Linear(16, 2), F.mse_loss, None), torch.rand(1, 2).double(), "labels that are not classes"),
         (grades_task(POSITIONS), torch.tensor([[2, 0]]), r"one for each of \[2\] positions"),
     ],
 )
@@ -88,7 +88,8 @@ def test_labels_that_are_not_one_class_are_used_if_known_and_not_inferred(task, 
     found = attack.reconstruct(task, update, known, generator=torch.Generator().manual_seed(0))
     assert torch.equal(found.inputs[0], ROW)
     assert torch.equal(found.labels[0], labels)
-    with pytest.raises(ThreatModelError, match=f"idlg: labels are inferred where every input has one class, got {got}"):
+    message = f"idlg: labels can be inferred only if every input has one class, got {got}"
+    with pytest.raises(ThreatModelError, match=message):
         attack.reconstruct(task, update, gradveil.ThreatModel())
     with pytest.raises(InputError, match="dlg: needs a task with one class per input"):
         gradveil.attack("dlg").reconstruct(task, update, gradveil.ThreatModel())
@@ -103,7 +104,7 @@ def test_a_closed_form_needs_class_numbers(tiny_task, tiny_batch):
     assert gradveil.attack("idlg", iterations=1).reconstruct(tiny_task, update, known).labels.shape == (1, 1, 4)
 
 
-def test_public_data_comes_as_the_task_takes_it_or_not_at_all(tiny_task, tiny_batch):
+def test_public_data_is_converted_for_the_task_or_refused(tiny_task, tiny_batch):
     updates = {name: value[None] for name, value in tiny_task.gradients(*tiny_batch).items()}
 
     def problem(**granted):

@@ -34,21 +34,21 @@ def task_of(name, logits, shape, dtype=torch.float32, **parameters):
     seed=st.integers(0, 99),
 )
 def test_least_squares_is_the_pseudo_inverse(rows, more, columns, rank, seed):
-    """Of any rank, many problems at once; torch's lstsq by singular values is the reference."""
+    """For any rank and many problems at once; the reference is torch's pseudo-inverse."""
     generator = torch.Generator().manual_seed(seed)
     options = {"generator": generator, "dtype": torch.float64}
     left = torch.randn(3, rows + more, min(rank, columns), **options)
     matrix = left @ torch.randn(3, min(rank, columns), columns, **options)
-    wanted = torch.randn(3, rows + more, **options)
+    target = torch.randn(3, rows + more, **options)
     first, second = matrix[:, :rows], matrix[:, rows:]
     got = least_squares(
         lambda x: ((first @ x[..., None])[..., 0], (second @ x[..., None])[..., 0]),
         lambda a, b: (a[:, None] @ first + b[:, None] @ second)[:, 0],
-        (wanted[:, :rows], wanted[:, rows:]),
+        (target[:, :rows], target[:, rows:]),
         (3, columns),
         steps=200,
     )
-    expected = torch.linalg.pinv(matrix, rtol=1e-9) @ wanted[..., None]
+    expected = torch.linalg.pinv(matrix, rtol=1e-9) @ target[..., None]
     # Nearly singular problems are as ill-posed for the reference as for us.
     assume(bool((torch.linalg.svdvals(matrix)[:, : min(rank, columns, rows + more)].amin(1) > 1e-2).all()))
     torch.testing.assert_close(got, expected[..., 0], rtol=1e-5, atol=1e-6)
@@ -125,7 +125,7 @@ def test_what_it_cannot_do_is_refused(generator):
     own = gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(144, 3)), nn.CrossEntropyLoss(label_smoothing=0.1),
                         input_shape=(1, 12, 12), classes=3)  # fmt: skip
     update = gradveil.defense("none").share(own, images[:1], labels[:1])
-    with pytest.raises(ThreatModelError, match="must know how the loss is inverted"):
+    with pytest.raises(ThreatModelError, match="must know how to invert the loss"):
         attack.reconstruct(own, update, gradveil.ThreatModel())
     task = task_of("convnet", 3, (1, 12, 12), norm="none")
     update = gradveil.defense("none").share(task, images[:1], labels[:1])

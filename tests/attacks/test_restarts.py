@@ -1,4 +1,4 @@
-"""Several starting points, for any attack."""
+"""Restarts for any attack."""
 
 import itertools
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ def test_the_best_restart_has_the_lowest_loss():
     assert best_restarts(torch.tensor([3.0, 1.0, 2.0, 0.5, 0.7, 0.6]), 3).tolist() == [1, 3]
 
 
-def test_restarts_of_local_steps_suppose_different_orders():
+def test_restarts_with_local_steps_assume_different_label_orders():
     labels = torch.tensor([[1, 2, 3], [7, 8, 9]])
-    every = label_orders(labels, 6).tolist()
-    assert sorted(map(tuple, every[:6])) == sorted(itertools.permutations([1, 2, 3]))
-    assert every[6] == [7, 8, 9]
+    orders = label_orders(labels, 6).tolist()
+    assert sorted(map(tuple, orders[:6])) == sorted(itertools.permutations([1, 2, 3]))
+    assert orders[6] == [7, 8, 9]
     assert label_orders(labels, 1).tolist() == labels.tolist()
     assert len({tuple(row) for row in label_orders(labels, 3)[:3].tolist()}) == 3
 
 
 @dataclass(frozen=True, repr=False)
 class Guess(Attack):
-    """Guesses once for each victim, and knows nothing of restarts."""
+    """Guesses once per victim and does not deal with restarts itself."""
 
     name = "guess"
     restarts: int = integer(4, low=1)
@@ -42,7 +42,7 @@ class Guess(Attack):
         return Reconstruction(inputs, problem.labels, sums, torch.arange(problem.victims), certain=sums[:, None] > 0)
 
 
-def test_an_attack_of_any_kind_is_started_again(tiny_task, tiny_batch):
+def test_any_attack_can_be_restarted(tiny_task, tiny_batch):
     updates = [tiny_task.gradients(tiny_batch[0][i : i + 1], tiny_batch[1][i : i + 1]) for i in range(3)]
     granted = {"labels": "known", "known_labels": tiny_batch[1][:, None], "statistics": {"mean": torch.arange(3)}}
     threat = gradveil.ThreatModel(**granted)
@@ -57,11 +57,11 @@ def test_an_attack_of_any_kind_is_started_again(tiny_task, tiny_batch):
     assert found.history is None
 
 
-def test_findings_of_another_kind_are_no_reconstruction(tiny_task, tiny_batch):
+def test_findings_of_another_kind_are_refused_by_reconstruct(tiny_task, tiny_batch):
     class Silent(Guess):
         def run(self, problem):
             return Findings()
 
     update = tiny_task.gradients(tiny_batch[0][:1], tiny_batch[1][:1])
-    with pytest.raises(ThreatModelError, match="guess: finds no inputs but a Findings"):
+    with pytest.raises(ThreatModelError, match="guess: reconstruct expects a Reconstruction, got Findings"):
         Silent().reconstruct(tiny_task, update, gradveil.ThreatModel())

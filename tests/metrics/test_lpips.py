@@ -29,7 +29,7 @@ def real(arrays):
 
 @pytest.fixture(scope="module")
 def made_up():
-    """Weights of the right shapes from a generator, for what holds whatever the weights."""
+    """Random weights of the right shapes, for properties that hold for any weights."""
     generator = np.random.default_rng(0)
     arrays = {name: generator.normal(0, 0.05, shape).astype(np.float32) for name, shape in ARRAY_SHAPES.items()}
     arrays["scale"] = np.full(3, 0.5, np.float32)
@@ -37,7 +37,7 @@ def made_up():
 
 
 def formula(arrays, x, y):
-    """The official formula in float64 NumPy, one image of 64 x 64 x 3 in [0, 1] each, loops for clarity."""
+    """The official formula in float64 NumPy for two images of 64 x 64 x 3 in [0, 1], with loops for clarity."""
 
     def convolve(image, weight, bias, stride, padding):
         image = np.pad(image, ((0, 0), (padding, padding), (padding, padding)))

@@ -1,4 +1,4 @@
-"""The noise share of a picture."""
+"""The noise ratio of an image."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_it_grows_with_the_noise_and_says_how_much_there_is(channels, size):
     torch.testing.assert_close(seen, shares.double(), atol=0.12, rtol=0)
 
 
-def test_it_is_one_float64_an_image_and_does_not_depend_on_the_others():
+def test_it_is_one_float64_per_image_and_does_not_depend_on_the_others():
     images = pictures(3, 32)
     together = metrics.noise_ratio(images)
     assert (together.dtype, together.shape) == (torch.float64, (8,))
@@ -45,6 +45,6 @@ def test_one_channel_is_three_equal_ones():
         (torch.full((1, 3, 32, 32), 2.0), r"noise_ratio: images must lie in \[0, 1\], got values from 2 to 2"),
     ],
 )
-def test_what_is_no_image_is_refused(images, message):
+def test_anything_but_images_is_refused(images, message):
     with pytest.raises(InputError, match=message):
         metrics.noise_ratio(images)

@@ -1,4 +1,4 @@
-"""Metrics as records: those that are there, and one from outside, all the way to the report."""
+"""Metrics as records: those of the package, and one from outside, all the way to the report."""
 
 import json
 import math
@@ -36,7 +36,7 @@ def test_records_say_what_their_metric_does(metric):
         assert min(map(metric.closeness, equal.tolist())) > max(map(metric.closeness, apart.tolist()))
 
 
-def test_the_order_does_not_depend_on_who_came_first():
+def test_the_order_does_not_depend_on_registration():
     assert [metric.name for metric in metrics.of(IMAGE)] == ["mse", "psnr", "ssim", "lpips", "noise_ratio"]
 
 
@@ -69,7 +69,7 @@ def largest_error(name: str = "largest_error", **changes) -> Metric:
 
 @pytest.fixture
 def own_metrics(monkeypatch):
-    """A registry in which a test may put what it likes."""
+    """A registry that a test may change."""
     monkeypatch.setattr(METRICS, "_metrics", dict(METRICS._metrics))
     return METRICS
 
@@ -109,10 +109,10 @@ def test_a_metric_from_outside_is_in_rows_page_and_csv(own_metrics, monkeypatch,
     assert ">Worst pixel<" in page
     assert "The largest difference of any two pixels." in page
     heading, blind, *_ = report.summary(audit).csv().splitlines()
-    place = heading.split(",").index("Worst pixel")
+    column = heading.split(",").index("Worst pixel")
     expected = np.median([row["largest_error"] for row in rows if row["attack"] == "blind-guess"])
-    assert float(blind.split(",")[place]) == pytest.approx(expected)
-    # Without it the folder is still whole, but can be neither read nor gone on with.
+    assert float(blind.split(",")[column]) == pytest.approx(expected)
+    # Without the metric the folder is intact, but can be neither read nor resumed.
     monkeypatch.undo()
     with pytest.raises(DataError, match="unknown metric 'largest_error'; .* if a package of your own adds it, import"):
         report.read(tmp_path / "out")
@@ -120,7 +120,7 @@ def test_a_metric_from_outside_is_in_rows_page_and_csv(own_metrics, monkeypatch,
         run(config, tmp_path / "out", resume=True)
 
 
-def test_a_metric_that_came_later_is_not_mixed_in(own_metrics, config, tmp_path):
+def test_a_metric_added_later_is_not_mixed_in(own_metrics, config, tmp_path):
     run(config, tmp_path / "out")
     own_metrics.add(largest_error())
     assert "Worst pixel" not in report.write(tmp_path / "out").read_text()  # the rows do not have it

@@ -51,7 +51,7 @@ class TestMatch:
 
 
 class TestLabelAccuracy:
-    def test_is_the_share_of_equal_places(self):
+    def test_is_the_share_of_equal_labels(self):
         assert metrics.label_accuracy(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 4, 3])) == 0.5
 
     @pytest.mark.parametrize("guessed", [torch.tensor([1]), torch.tensor([[1, 2]])])
@@ -95,7 +95,7 @@ class TestScorer:
         score = metrics.Scorer().score(originals, originals.flip(0), self.labels, self.labels, None)
         assert score["label_correct"] == pytest.approx(1 / 3)  # the same labels, two on the wrong image
 
-    def test_lpips_is_scored_where_its_weights_are(self, tmp_path, monkeypatch):
+    def test_lpips_is_scored_if_its_weights_are_there(self, tmp_path, monkeypatch):
         generator = np.random.default_rng(0)
         weights = {name: generator.standard_normal(shape, np.float32) for name, shape in ARRAY_SHAPES.items()}
         np.savez(tmp_path / "lpips_alex.npz", **weights)

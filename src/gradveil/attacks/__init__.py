@@ -1,4 +1,4 @@
-"""Attacks by name. One file a method; every file in this folder is imported, so a new file is a new method."""
+"""Attacks by name: one file per attack. Every file in this folder is imported, so a new file adds an attack."""
 
 from importlib import import_module
 from pkgutil import iter_modules
@@ -18,7 +18,7 @@ __all__ = ["ATTACKS", "Attack", "Findings", "Problem", "Reconstruction", "Threat
 
 
 def create(spec: str, /, **parameters: Any) -> Attack:
-    """Build an attack from its name and parameters, or from one text as the command line takes it.
+    """Build an attack from its name and parameters, or from a spec string as used on the command line.
 
     >>> create("idlg:iterations=100")
     gradveil.attack('idlg', iterations=100, restarts=1, mute='none')

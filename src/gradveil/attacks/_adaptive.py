@@ -1,6 +1,6 @@
-"""Which knowledge of a defense an attacker uses, and what to do about a defense that says nothing of itself.
+"""Which knowledge of a defense an adaptive attacker uses, including a fallback for defenses that declare none.
 
-What there is to know stands in each defense's own file (`Defense.adapt`).
+Each defense declares what can be known about it in its own file (`Defense.adapt`).
 """
 
 from functools import partial
@@ -17,11 +17,11 @@ from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps
 
 DRAWS = 4
-"""Simulated draws of a defense over which a cost is averaged."""
+"""The number of simulated draws of a defense over which the cost is averaged."""
 
 
 def find_knowledge(attack: str, task: Task, threat: ThreatModel) -> Knowledge | None:
-    """What a threat model lets the attacker know; None for a plain attack, refused if there is no such form."""
+    """The knowledge that a threat model grants; None for a plain attack. A form that does not exist is refused."""
     defense, adaptive, local = threat.defense, threat.adaptive, threat.local
     if adaptive is False:
         return None
@@ -39,19 +39,20 @@ def find_knowledge(attack: str, task: Task, threat: ThreatModel) -> Knowledge | 
         )
     if form.single_gradient and local:
         raise ThreatModelError(
-            f"{attack}: the adaptive form {adaptive!r} supposes updates of a single gradient, got local steps {local}; "
-            "use another form or ThreatModel(local=None)"
+            f"{attack}: the adaptive form {adaptive!r} expects each update to be a single gradient, got local steps "
+            f"{local}; use another form or ThreatModel(local=None)"
         )
     return form
 
 
 def expectation(defense: Defense, local: LocalSteps | None = None) -> Knowledge:
-    r"""Average the cost over simulated draws of the defense on the candidate: what is left if it says nothing.
+    r"""Average the cost over simulated draws of the defense on the candidate: the fallback for any defense.
 
     .. math:: E_D \, distance(D(\nabla L(x)), u), \qquad \partial D(g) / \partial g := 1
 
     The draws are the same at every step, so that the cost is a function of the candidate. Defenses round, sort and
-    draw, which has no derivative: the slope is that of the undefended gradient (straight-through).
+    draw at random, which has no useful derivative, so the derivative of the undefended gradient is used instead
+    (straight-through).
     """
     return Knowledge(f"averages over {DRAWS} simulated draws of the defense", draw=partial(_simulated, defense, local))
 
@@ -60,7 +61,7 @@ def _simulated(
     defense: Defense, local: LocalSteps | None, task: Task, gradients: Gradients, inputs: Tensor, labels: Tensor
 ) -> list[Gradients]:
     fixed = {name: value.detach() for name, value in gradients.items()}
-    task = task.by_autograd(False)  # as a client computes; defenses may use functional transforms
+    task = task.by_autograd(False)  # as on a client: defenses may use functional transforms
 
     def share(generator: torch.Generator) -> Gradients:
         if defense.gradient_only:

@@ -1,6 +1,6 @@
-"""Several starting points for any attack, of which the attacker keeps the best.
+"""Restarts: run any attack from several starting points and keep the best result.
 
-An attack that has restarts declares a parameter of that name; nothing in its own `run` knows of them.
+An attack that offers restarts declares a parameter of that name; its own `run` does not deal with them.
 """
 
 import math
@@ -16,10 +16,11 @@ from gradveil.task import Gradients
 
 
 def best_of(restarts: int, run: Callable[[Problem], Reconstruction], problem: Problem) -> Reconstruction:
-    """Attack every victim `restarts` times and keep what has the lowest loss, which is the attacker's own.
+    """Attack every victim `restarts` times and keep the result with the lowest loss by the attacker's own objective.
 
-    A victim's restarts are victims next to each other, so they differ by what `run` draws for each. With local steps
-    each also supposes another order of the labels: it matters which example came when.
+    The restarts of a victim are passed to `run` as neighbouring victims, so they differ in what `run` draws for each.
+    With local steps each restart also assumes a different order of the labels, because the order of the examples
+    matters then.
     """
     if restarts == 1:
         return run(problem)
@@ -29,14 +30,14 @@ def best_of(restarts: int, run: Callable[[Problem], Reconstruction], problem: Pr
 
     threat = problem.threat
     labels = label_orders(problem.labels, restarts) if threat.local else problem.labels.repeat_interleave(restarts, 0)
-    known = None if threat.known_labels is None else labels
-    granted = None if threat.statistics is None else repeated(threat.statistics)
+    known_labels = None if threat.known_labels is None else labels
+    statistics = None if threat.statistics is None else repeated(threat.statistics)
     found = run(
         replace(
             problem,
             rounds=[(task, repeated(updates)) for task, updates in problem.rounds],
             labels=labels,
-            threat=replace(threat, known_labels=known, statistics=granted),
+            threat=replace(threat, known_labels=known_labels, statistics=statistics),
         )
     )
     best = best_restarts(found.loss, restarts)
@@ -55,27 +56,27 @@ def best_of(restarts: int, run: Callable[[Problem], Reconstruction], problem: Pr
 
 
 def best_restarts(losses: Tensor, restarts: int) -> Tensor:
-    """Of every `restarts` neighbouring victims, which are one victim's restarts, the place of the lowest loss."""
+    """For each run of `restarts` neighbouring victims (the restarts of one), the index of the lowest loss."""
     chosen = losses.view(-1, restarts).argmin(1)
     return chosen + torch.arange(len(chosen), device=chosen.device) * restarts
 
 
 def label_orders(labels: Tensor, orders: int) -> Tensor:
-    """Each row in `orders` different orders, next to each other.
+    """Each row in `orders` different orders, as neighbouring rows.
 
     The orders are spread evenly over all permutations; the first is the given one.
     """
     examples = labels.shape[1]
-    every = math.factorial(examples)
-    picked = [_permutation(examples, place * every // orders) for place in range(orders)]
-    return torch.stack([row[order] for row in labels for order in picked])
+    permutations = math.factorial(examples)
+    chosen = [_permutation(examples, index * permutations // orders) for index in range(orders)]
+    return torch.stack([row[order] for row in labels for order in chosen])
 
 
 def _permutation(count: int, number: int) -> list[int]:
-    """Permutation `number` of `count` things in lexical order."""
-    rest, order = list(range(count)), []
+    """Permutation `number` of `count` items in lexicographic order."""
+    remaining, order = list(range(count)), []
     for left in range(count, 0, -1):
         block = math.factorial(left - 1)
-        order.append(rest.pop(number // block % left))
+        order.append(remaining.pop(number // block % left))
         number %= block
     return order

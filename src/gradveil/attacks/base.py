@@ -1,4 +1,4 @@
-"""The contract of an attack: a problem in, findings out."""
+"""The interface of an attack: it takes a problem and returns findings."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -26,31 +26,32 @@ ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
 class Attack(Method, ABC):
     """Recovers training data from updates.
 
-    A new attack is one file: a frozen dataclass registered with ``@ATTACKS.register(name)`` whose fields are its
-    parameters, declared by `gradveil.core.parameters`, and which implements `run`. It gets a `Problem`: never the data.
+    A new attack is one file: a frozen dataclass registered with ``@ATTACKS.register(name)``. Its fields are its
+    parameters, declared with `gradveil.core.parameters`, and it implements `run`, which gets a `Problem` but never
+    the data.
     """
 
     factory = "gradveil.attack"
     server: ClassVar[str] = "passive"  # "active": the attack changes the model, see `modify`
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
-    finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself and is given zeros
+    finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
-    restarts: int = 1  # an attack that has a parameter of this name is run from so many starting points
+    restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
     @abstractmethod
     def run(self, problem: Problem) -> Findings:
-        """Search for what is behind the updates."""
+        """Recover what the updates give away."""
 
     def fit(
         self, task: Task, threat: ThreatModel, *, generator: torch.Generator | None = None, progress: Progress = None
     ) -> Self:
-        """The attack with what it learns before it attacks; this one stays as it is. Most have nothing to learn.
+        """Return a copy of the attack that has learned what it needs; most attacks have nothing to learn.
 
         Args:
             task: the model that the victims will be sent.
-            threat: what the attacker may know and learn from.
+            threat: what the attacker may know, including the public data it may learn from.
             generator: the attacker's randomness; default: fresh entropy.
-            progress: called with (steps done, steps in all, seconds left).
+            progress: called with (steps done, total steps, seconds left).
         """
         self.check_threat(task, threat)
         if threat.public is not None:
@@ -58,21 +59,21 @@ class Attack(Method, ABC):
         return self.learn(task, threat, generator or fresh_generator(task.device), progress)
 
     def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
-        """What is behind `fit`: a copy whose fields declared by `parameters.state` hold what was learned."""
+        """Do the learning for `fit`: return a copy whose `parameters.state` fields hold what was learned."""
         return self
 
     def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
-        """What an active server makes of the model before it sends it out; honest clients then train that task.
+        """Modify the model as an active server does before sending it out; honest clients then train the result.
 
         Args:
-            task: the model as it should be.
-            public: inputs and labels the server may look at; none of them is a client's.
+            task: the unmodified model.
+            public: inputs and labels the server may use; none of them is a client's.
             generator: the server's randomness; default: fresh entropy.
         """
         return task
 
     def for_client(self, task: Task, client: int) -> Task:
-        """The modified task with the weights that client number `client` is sent; most attacks treat all alike."""
+        """The modified task with the weights sent to client number `client`; most attacks send everyone the same."""
         return task
 
     def reconstruct(
@@ -85,17 +86,17 @@ class Attack(Method, ABC):
         progress: Progress = None,
         execution: str = "auto",
     ) -> Reconstruction:
-        """Attack one update, or a list of independent victims together.
+        """Attack one update, or several independent victims together.
 
         Args:
-            task: the model at the weights the victims saw, in the first round if there are several.
-            updates: what the server saw of each victim: an update (a plain mapping of gradients is one too), or
-                several rounds of it.
+            task: the model at the weights the victims were sent, in the first round if there are several.
+            updates: what the server saw of each victim: an update (a plain mapping of gradients will do), or several
+                rounds of updates.
             threat: what the attacker may know and use.
             generator: the attacker's randomness (starting points); default: fresh entropy.
-            progress: called with (steps done, steps in all, seconds left).
-            execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is faster,
-                found by timing.
+            progress: called with (steps done, total steps, seconds left).
+            execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is fastest
+                when timed.
         """
         with timed(task.device) as took:
             problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
@@ -112,27 +113,32 @@ class Attack(Method, ABC):
     def _run(self, problem: Problem) -> Reconstruction:
         found = self.run(problem)
         if not isinstance(found, Reconstruction):
-            raise ThreatModelError(f"{self.name}: finds no inputs but a {type(found).__name__}; call run(problem)")
+            raise ThreatModelError(
+                f"{self.name}: reconstruct expects a Reconstruction, got {type(found).__name__}; call run(problem)"
+            )
         return found
 
     def pose(self, task: Task, updates: Observed, threat: ThreatModel, generator: torch.Generator) -> Problem:
-        """The problem that `run` is given, as far as the threat model allows it; arguments as of `reconstruct`."""
+        """Build the problem for `run`, with only what the threat model grants; arguments as for `reconstruct`."""
         rounds = observed_rounds(self.name, task, updates, threat)
         self.check_threat(task, threat)
         if not has_all_state(self):
-            raise ThreatModelError(f"{self.name}: must learn before it attacks; use attack = attack.fit(task, threat)")
+            raise ThreatModelError(f"{self.name}: must be fitted first; use attack = attack.fit(task, threat)")
         knowledge = find_knowledge(self.name, task, threat)
         labels, ambiguous = find_labels(self.name, task, rounds[0][1], threat, inferred=not self.finds_labels)
         stacked = [
-            (stage, {name: torch.stack([update[name] for update in seen]) for name in task.parameters})
-            for stage, seen in rounds
+            (round_task, {name: torch.stack([update[name] for update in round_updates]) for name in task.parameters})
+            for round_task, round_updates in rounds
         ]
         if knowledge and knowledge.before:
-            stacked = [(stage, knowledge.before(stage, seen, generator)) for stage, seen in stacked]
+            stacked = [
+                (round_task, knowledge.before(round_task, round_updates, generator))
+                for round_task, round_updates in stacked
+            ]
         return Problem(stacked, labels, threat, generator, knowledge, ambiguous)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Refuse what this attack cannot do or needs but is not granted."""
+        """Refuse a task or threat model that this attack cannot handle, or that does not grant what it needs."""
         if not self.adapts and (threat.adaptive or threat.rounds > 1):
             raise ThreatModelError(
                 f"{self.name}: uses neither knowledge of the defense nor several rounds, got "

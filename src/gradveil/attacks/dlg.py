@@ -1,4 +1,4 @@
-"""DLG: match the gradient by L-BFGS, inputs and labels together."""
+"""DLG: match the gradient with L-BFGS, searching for inputs and labels together."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,12 +21,13 @@ class DLG(Attack):
 
     .. math:: \min_{x, z} \sum_l |\nabla_{W_l} L(x, softmax(z)) - u_l|^2
 
-    L-BFGS as in `idlg`. The label it reports is the largest entry of z. Known labels are not used: that is iDLG.
+    It runs L-BFGS as in `idlg`. The reported label is the largest entry of z. Known labels are not used: that would
+    be iDLG.
 
     Args:
         iterations: L-BFGS steps.
         restarts: independent starting points; the best by the attacker's own loss is returned.
-        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+        mute: layers left out of the matching, as names of parameters or modules separated by ``|``: the attacker's
             answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
@@ -55,24 +56,26 @@ class DLG(Attack):
     mute: str = text(NOTHING)
 
     def run(self, problem: Problem) -> Reconstruction:
-        """Minimise the squared distance of gradients over inputs and label logits, kept in one vector."""
+        """Minimise the squared distance of the gradients over inputs and label logits, packed into one vector."""
         task, victims = problem.task, problem.victims
-        shape = (problem.examples, *task.input_shape)
-        answers = (problem.examples, task.single_classes(self.name))
-        values = math.prod(shape)
+        input_shape = (problem.examples, *task.input_shape)
+        logit_shape = (problem.examples, task.single_classes(self.name))
+        input_size = math.prod(input_shape)
 
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
-            return candidate[:values].view(shape), candidate[values:].view(answers).softmax(1)
+            return candidate[:input_size].view(input_shape), candidate[input_size:].view(logit_shape).softmax(1)
 
-        def drawn() -> Tensor:
+        def draw_start() -> Tensor:
             options: dict[str, Any] = {"dtype": torch.float64, "device": task.device}
-            inputs = problem.modality.start(shape, problem.generator, **options)
-            return torch.cat([inputs.flatten(), torch.randn(answers, generator=problem.generator, **options).flatten()])
+            inputs = problem.modality.start(input_shape, problem.generator, **options)
+            logits = torch.randn(logit_shape, generator=problem.generator, **options)
+            return torch.cat([inputs.flatten(), logits.flatten()])
 
-        start = torch.stack([drawn() for _ in range(victims)])  # so that each victim starts where it would alone
+        # Drawn victim by victim, so that a start does not depend on how many victims follow.
+        start = torch.stack([draw_start() for _ in range(victims)])
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
         found = match(problem, start, LBFGS(), matching, iterations=self.iterations, unpack=unpack)
-        inputs, logits = found.inputs[:, :values], found.inputs[:, values:]
+        inputs, logits = found.inputs[:, :input_size], found.inputs[:, input_size:]
         return replace(
-            found, inputs=inputs.reshape(victims, *shape), labels=logits.reshape(victims, *answers).argmax(2)
+            found, inputs=inputs.reshape(victims, *input_shape), labels=logits.reshape(victims, *logit_shape).argmax(2)
         )

@@ -1,4 +1,4 @@
-"""What attacks return: one kind of findings for each thing that an update may give away."""
+"""What attacks return: one kind of findings for each kind of thing that an update may give away."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossHistory:
-    """How the attacker's loss fell, for whoever must judge whether the search had come to an end.
+    """How the attacker's loss fell; it shows whether the search had converged.
 
     Args:
         start: ``[victims]``, the loss of the first candidate.
-        late: ``[victims]``, the best loss after nine tenths of the steps (the final one if the search ended before).
-        restarts: ``[victims, restarts]``, the best loss of each.
+        late: ``[victims]``, the best loss after nine tenths of the steps (the final loss if the search ended earlier).
+        restarts: ``[victims, restarts]``, the best loss of each restart.
 
     Example:
         >>> import torch
@@ -27,12 +27,12 @@ class LossHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What an attack got out of updates, whatever that is; every kind of it derives from this.
+    """The base class of everything that an attack may return.
 
     Args:
         seconds: wall time of the whole call.
-        execution: how the victims were evaluated: ``"loop"``, ``"batch"`` or ``"compile"``.
-        interrupted: True if Ctrl-C ended the search; then this is the best so far.
+        execution: how the victims were evaluated: ``"loop"``, ``"batch"``, ``"compile-loop"`` or ``"compile"``.
+        interrupted: True if Ctrl-C ended the search; the findings are then the best so far.
 
     Example:
         >>> Findings(execution="batch").interrupted
@@ -46,18 +46,18 @@ class Findings:
 
 @dataclass(frozen=True)
 class Reconstruction(Findings):
-    """The inputs behind updates, as an attack found them.
+    """The inputs behind updates, as an attack reconstructed them.
 
     Args:
-        inputs: ``[victims, examples, *input_shape]`` in the attacker's own scale (images may leave [0, 1]).
+        inputs: ``[victims, examples, *input_shape]``, as the attack found them (images may leave [0, 1]).
         labels: ``[victims, examples, ...]`` in the order of the inputs, inferred or known.
         loss: ``[victims]``, the attacker's own objective, by which it chose this result.
-        iterations: ``[victims]``, steps taken; 0 of a closed form.
-        ambiguous_labels: ``[victims]``, True where the inferred label counts were not clear; False where labels were
-            known, or found by the attack itself.
-        certain: ``[victims, examples]``, True where the attacker itself knows that it has one example and not a
-            mixture; None if the attack cannot tell.
-        history: how the search went; None: there was none.
+        iterations: ``[victims]``, steps taken; 0 for a closed form.
+        ambiguous_labels: ``[victims]``, True if the inferred labels were ambiguous; False if the labels were known or
+            the attack found them itself.
+        certain: ``[victims, examples]``, True if the attacker can tell that this is one example and not a mixture;
+            None if the attack never can.
+        history: how the search went; None if there was no search.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""GradInversion: several seeds that agree with each other, image priors, and batch-norm statistics if granted."""
+"""GradInversion: several seeds kept close to each other, image priors, and batch-norm statistics if granted."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,15 +20,15 @@ from gradveil.task import Gradients, Task
 @ATTACKS.register("grad-inversion")
 @dataclass(frozen=True, repr=False)
 class GradInversion(Attack):
-    r"""Find images whose gradient is near the shared one, from several seeds that are held together.
+    r"""Find images whose gradient is near the shared one, from several seeds that are kept close to each other.
 
     .. math:: \min_{x_1..x_S} \frac1S \sum_s \frac{|\nabla L(x_s) - u|^2}{|u|^2} + tv\, TV(x_s) + l2\, mean(x_s^2)
               + group\, mean (x_s - \bar x)^2 + statistics\, |bn(x_s) - bn|^2 / |bn|^2
 
     by Adam in the box [0, 1]. The distance is divided by \|u\|^2, so that the weights of the priors mean the same for
-    every model; the paper leaves the scale open. The group term is the paper's consistency without its registration
-    step (which aligns shifted copies; our seeds see the same unshifted gradient). Batch-norm statistics are used only
-    where the threat model grants them. The seed with the lowest matching distance is returned.
+    every model; the paper leaves the scale open. The group term is the paper's group consistency without its
+    registration step (which aligns shifted copies; our seeds see the same unshifted gradient). Batch-norm statistics
+    are used only if the threat model grants them. The seed with the lowest matching distance is returned.
 
     Args:
         iterations: Adam steps.
@@ -37,8 +37,8 @@ class GradInversion(Attack):
         l2: weight of the squared pixel values.
         group: weight of the distance to the mean of the seeds.
         seeds: number of starting points.
-        statistics: weight of the batch-norm statistics, where they are granted.
-        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+        statistics: weight of the batch-norm statistics, if they are granted.
+        mute: layers left out of the matching, as names of parameters or modules separated by ``|``: the attacker's
             answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
@@ -71,37 +71,40 @@ class GradInversion(Attack):
     mute: str = text(NOTHING)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Not every kind of input has a prior; granted statistics are those of one step."""
+        """Also refuse `tv` for inputs that have no prior, and batch-norm statistics after several local steps."""
         super().check_threat(task, threat)
         if self.tv:
             check_prior(self.name, "tv", task)
         if threat.statistics is not None and threat.local is not None:
-            raise ThreatModelError(f"{self.name}: batch-norm statistics are used for single gradients only")
+            raise ThreatModelError(
+                f"{self.name}: batch-norm statistics are used for single gradients only, got local={threat.local}; "
+                "use ThreatModel(statistics=None)"
+            )
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the sum over the seeds, then choose the seed that matches best."""
         task, labels, modality = problem.task, problem.labels, problem.modality
-        parameters, updates = task.parameters, [seen for _, seen in problem.rounds]
+        parameters, updates = task.parameters, [round_updates for _, round_updates in problem.rounds]
 
         def prior(inputs: Tensor) -> Tensor:
-            unlikely = modality.prior(inputs)
-            return (0.0 if unlikely is None else self.tv * unlikely) + self.l2 * inputs.square().mean()
+            penalty = modality.prior(inputs)
+            return (0.0 if penalty is None else self.tv * penalty) + self.l2 * inputs.square().mean()
 
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), RELATIVE, prior)
-        tasks = [stage for stage, _ in problem.rounds]
-        bare = replace(matching, prior=None).cost(problem, tasks)
+        tasks = [round_task for round_task, _ in problem.rounds]
+        matching_cost = replace(matching, prior=None).cost(problem, tasks)
 
         def cost_of(tasks: Sequence[Task]) -> Callable[..., Tensor]:
-            with_prior = matching.cost(problem, tasks)
+            cost_with_prior = matching.cost(problem, tasks)
 
-            def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, granted: Gradients) -> Tensor:
-                loss = with_prior(inputs, target, label)
-                if granted and self.statistics:
-                    loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), granted)
+            def one_seed(inputs: Tensor, target: Sequence[Gradients], label: Tensor, statistics: Gradients) -> Tensor:
+                loss = cost_with_prior(inputs, target, label)
+                if statistics and self.statistics:
+                    loss = loss + self.statistics * RELATIVE.between(task.statistics(parameters, inputs), statistics)
                 return loss
 
-            def cost(candidate: Tensor, target: list[Gradients], label: Tensor, granted: Gradients) -> Tensor:
-                losses = torch.stack([one_seed(seed, target, label, granted) for seed in candidate])
+            def cost(candidate: Tensor, target: list[Gradients], label: Tensor, statistics: Gradients) -> Tensor:
+                losses = torch.stack([one_seed(seed, target, label, statistics) for seed in candidate])
                 return losses.mean() + self.group * (candidate - candidate.mean(0)).square().mean()
 
             return cost
@@ -111,18 +114,21 @@ class GradInversion(Attack):
             updates,
             labels,
             problem.threat.statistics or {},
-            alone=cost_of([stage.by_autograd() for stage in tasks]),
+            alone=cost_of([round_task.by_autograd() for round_task in tasks]),
             execution=problem.execution,
             evaluations=self.iterations,
             victim_bytes=self.seeds * victim_bytes(task, problem),
         )
-        start, tell = problem.start(self.seeds), problem.progress
         solution = Adam(self.lr).minimise(
-            objective, start, iterations=self.iterations, project=modality.project, progress=tell
+            objective,
+            problem.start(self.seeds),
+            iterations=self.iterations,
+            project=modality.project,
+            progress=problem.progress,
         )
         inputs = []
         for victim, seeds in enumerate(solution.candidates):
-            seen = [{name: value[victim] for name, value in round_.items()} for round_ in updates]
-            matched = torch.stack([bare(seed, seen, labels[victim]).detach() for seed in seeds])
-            inputs.append(seeds[matched.argmin()])
+            own_updates = [{name: value[victim] for name, value in round_updates.items()} for round_updates in updates]
+            costs = torch.stack([matching_cost(seed, own_updates, labels[victim]).detach() for seed in seeds])
+            inputs.append(seeds[costs.argmin()])
         return replace(solution.found(labels), inputs=torch.stack(inputs), execution=objective.execution)

@@ -1,4 +1,4 @@
-"""iDLG: match the gradient by L-BFGS, the label read off the classifier."""
+"""iDLG: match the gradient with L-BFGS; the label is inferred from the classifier's gradient."""
 
 from dataclasses import dataclass
 
@@ -18,14 +18,14 @@ class IDLG(Attack):
 
     .. math:: \min_x \sum_l |\nabla_{W_l} L(x, y) - u_l|^2
 
-    with the label inferred from the classifier's gradient. The papers leave open how L-BFGS is kept from diverging:
+    with the label inferred from the classifier's gradient. The papers do not say how L-BFGS is kept from diverging;
     here it starts from uniform [0, 1] noise, works in float64 and uses a strong-Wolfe line search.
 
     Args:
         iterations: L-BFGS steps.
         restarts: independent starting points; the best by the attacker's own loss is returned. With local steps
-            (FedAvg) each also supposes another order of the labels.
-        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+            (FedAvg) each also assumes a different order of the labels.
+        mute: layers left out of the matching, as names of parameters or modules separated by ``|``: the attacker's
             answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
@@ -54,7 +54,7 @@ class IDLG(Attack):
     mute: str = text(NOTHING)
 
     def run(self, problem: Problem) -> Reconstruction:
-        """Minimise the squared distance of gradients."""
+        """Minimise the squared distance of the gradients."""
         layers = matched_layers(self.name, problem.updates, self.mute)
         matching = Matching(layers, SQUARED, least_prior=LEAST_PRIOR)
         return match(problem, problem.start(dtype=torch.float64), LBFGS(), matching, iterations=self.iterations)

@@ -25,34 +25,34 @@ from gradveil.core.parameters import choice, integer, number, text
 from gradveil.task import Gradients, Task
 
 SMOOTHING = (5.0, 20.0, 80.0)
-"""Sharpness of the rounded ReLUs in the three stages of the L-BFGS form."""
+"""Sharpness of the smoothed ReLUs in the three stages of the L-BFGS form."""
 
 
 @ATTACKS.register("inverting-gradients")
 @dataclass(frozen=True, repr=False)
 class InvertingGradients(Attack):
-    r"""Find images whose gradient points where the shared one points, and that are smooth.
+    r"""Find smooth images whose gradient points in the same direction as the shared one.
 
     .. math:: \min_{x \in [0, 1]} 1 - \frac{\langle \nabla L(x, y), u \rangle}{|\nabla L(x, y)| |u|} + tv \cdot TV(x)
 
-    In the paper's form (``optimiser="adam"``) by Adam on the signs of the gradients; the step size falls to a tenth
-    after 3/8, 5/8 and 7/8 of the iterations. TV is the mean absolute difference of neighbouring pixels. The cosine
-    runs over all layers together.
+    The paper's form (``optimiser="adam"``) uses Adam on the signs of the gradients; the step size falls to a tenth
+    after 3/8, 5/8 and 7/8 of the iterations. TV is the mean absolute difference of neighbouring pixels. The cosine is
+    taken over all layers together.
 
     ``optimiser="lbfgs"`` is our stronger form. The gradients of a ReLU network jump wherever a unit switches, so the
-    cost has no slope that says which units should, and Adam ends far above the cost of the true image. Here the kinks
-    are rounded off (`Task.smoothed`), the smooth cost is minimised by L-BFGS in float64, and the result starts the
-    next, sharper stage. On a ReLU LeNet, 16 CIFAR-10 images, that takes the median from 17.5 to 24.6 dB at four times
-    the time (experiments/attack_strength).
+    slope of the cost does not say which units should switch, and Adam ends far above the cost of the true image. Here
+    the kinks are rounded off (`Task.smoothed`), the smooth cost is minimised by L-BFGS in float64, and the result is
+    the start of the next, sharper stage. With a ReLU LeNet and 16 CIFAR-10 images, that raises the median from 17.5 to
+    24.6 dB in four times the time (experiments/attack_strength).
 
     Args:
-        iterations: steps; of the L-BFGS form, in each of its three stages.
+        iterations: number of steps; in the L-BFGS form, of each of its three stages.
         optimiser: ``"adam"`` or ``"lbfgs"``.
         lr: Adam's step size in image units.
         tv: weight of the total variation.
-        layer_decay: layer l (a parameter tensor, counted from the input) counts layer_decay^l times; 1: all alike.
+        layer_decay: layer l (a parameter tensor, counted from the input) has weight layer_decay^l; 1: all equal.
         restarts: independent starting points; the best by the attacker's own loss is returned.
-        mute: layers left out of the matching, by the names of parameters or modules, separated by ``|``: the attacker's
+        mute: layers left out of the matching, as names of parameters or modules separated by ``|``: the attacker's
             answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
@@ -86,19 +86,21 @@ class InvertingGradients(Attack):
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise one minus the cosine, plus the total variation."""
         task, smooth = problem.task, self.optimiser == "lbfgs"
-        weights = {name: self.layer_decay**place for place, name in enumerate(problem.updates)}
+        weights = {name: self.layer_decay**depth for depth, name in enumerate(problem.updates)}
 
         def weighted(gradients: Gradients) -> Gradients:
             return {name: weights[name] * value for name, value in gradients.items()}
 
         def prior(inputs: Tensor) -> Tensor:
-            unlikely = problem.modality.prior(inputs, rounding=ROUNDING if smooth else 0.0)
-            assert unlikely is not None  # see `check_threat`
-            return self.tv * unlikely
+            penalty = problem.modality.prior(inputs, rounding=ROUNDING if smooth else 0.0)
+            assert penalty is not None  # see `check_threat`
+            return self.tv * penalty
 
         distance = COSINE
         if self.layer_decay != 1:
-            distance = Distance(lambda own, seen: COSINE.between(weighted(own), weighted(seen)), COSINE.unit)
+            distance = Distance(
+                lambda simulated, shared: COSINE.between(weighted(simulated), weighted(shared)), COSINE.unit
+            )
         layers = matched_layers(self.name, problem.updates, self.mute)
         return match(
             problem,
@@ -110,14 +112,14 @@ class InvertingGradients(Attack):
         )
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Not every kind of input has a prior."""
+        """Also refuse `tv` for inputs that have no prior."""
         super().check_threat(task, threat)
         if self.tv:
             check_prior(self.name, "tv", task)
 
 
 def _near_the_middle(problem: Problem) -> Tensor:
-    """A start near the middle of the allowed range, if there is one: images that are nearly grey are smooth."""
+    """A start near the middle of the allowed range, if there is one: nearly grey images are smooth."""
     start, project = problem.start(), problem.modality.project
     middle = (project(torch.full_like(start, -torch.inf)) + project(torch.full_like(start, torch.inf))) / 2
     return torch.where(middle.isfinite(), 0.9 * middle + 0.1 * start, start)

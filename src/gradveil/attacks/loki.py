@@ -19,29 +19,30 @@ SELECT, MARKER, ENCODE = "imprint.select.weight", "imprint.marker", "imprint.enc
 @ATTACKS.register("loki")
 @dataclass(frozen=True, repr=False)
 class Loki(imprint.ImprintAttack):
-    r"""Send every client other convolution kernels, so that their images end in different columns even of a sum.
+    r"""Send each client different convolution kernels, so that images stay in separate columns even in a sum.
 
     The block in front of the model is that of `robbing-the-fed` behind a convolution that copies the image into the
-    channels of one client and nothing into the others'. The weight gradient of the linear layer is an outer product
-    with its input, so client j fills the columns of its own block alone, and the sum of all updates shows each block
-    untouched: secure aggregation hides nothing. Within a block, bins are read as in `gradveil.attacks._imprint`.
+    channels of one client and leaves those of the others zero. The weight gradient of the linear layer is an outer
+    product with its input, so client j fills only the columns of its own block, and the sum of all updates leaves each
+    block untouched: secure aggregation hides nothing. Within a block, bins are read as in `gradveil.attacks._imprint`.
 
-    Local steps move the block: a step shifts the bins in proportion to ``lr * signal^2`` (`signal` as in
+    Local steps change the block: a step shifts the bins in proportion to ``lr * signal^2`` (`signal` as in
     `robbing-the-fed`), and kernels that should be zero begin to leak. So the signal is chosen small enough for the bins
-    to stay where they are; a large one would beat noise, but only if there is a single step. What drift is left makes
-    the two copies of a bin disagree a little, so after local steps fewer bins are declared certain than are.
+    to stay where they are; a large one would beat noise, but only if there is a single step. The remaining drift makes
+    the two copies of a bin disagree slightly, so after local steps fewer bins are declared certain than hold a single
+    image.
 
-    An active server that sends different weights to different clients (`for_client`); the architecture is the same.
-    The paper's description leaves room; our choices: identity kernels of size 3; one constant input for each client
-    (its marker), whose column takes the place of the bias gradient, which a sum over clients would mix; the
-    paper's scaling factor of the convolution is left at 1, and `drift` sets the balance instead; two
-    copies of each bin, and additive decoding, as in `robbing-the-fed`.
+    The server is active and sends different weights to different clients (`for_client`); the architecture is the same.
+    Where the paper's description leaves room, our choices are: identity kernels of size 3; one constant input per
+    client (its marker), whose column replaces the bias gradient, which a sum over clients would mix; the paper's
+    scaling factor of the convolution stays at 1, and `drift` sets the balance instead; two copies of each bin, and
+    additive decoding, as in `robbing-the-fed`.
 
     The update may be one client's or the sum or mean of up to `clients`; ``threat.batch_size`` counts all images in it.
 
     Args:
         clients: how many clients can be told apart; client number c uses block c modulo `clients`.
-        bins: for each client.
+        bins: number of bins per client.
         drift: how far one image in a batch of its own may shift the bins in one local step, in bin widths.
         lr: learning rate of the local steps, which the server knows.
 
@@ -74,7 +75,7 @@ class Loki(imprint.ImprintAttack):
     lr: float = number(0.01, above=0)
 
     def modify(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Task:
-        """The task with a block for all clients in front of its model, at the weights of client 0."""
+        """The task with a block for all clients in front of its model, with the weights of client 0."""
         measured = imprint.measure(self.name, task, public, self.bins, generator)
         shape = image_shape(self.name, task.input_shape)
         # The drift grows with the square of the signal.
@@ -89,7 +90,7 @@ class Loki(imprint.ImprintAttack):
         return self.for_client(task.with_model(Imprinted(block, task.copy_model())), 0)
 
     def for_client(self, task: Task, client: int) -> Task:
-        """The task whose kernels lead to the block of one client."""
+        """The task whose kernels lead to the block of this client."""
         parameters = dict(task.parameters)
         select, marker = imprint.locate(self.name, parameters, SELECT, MARKER)
         kernels, channels = torch.zeros_like(parameters[select]), task.input_shape[0]
@@ -103,16 +104,16 @@ class Loki(imprint.ImprintAttack):
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
         """What each bin of each client holds, ``[victims, clients * bins]``, client after client."""
         (weight,) = imprint.locate(self.name, targets, ENCODE)
-        victims, rows, columns = targets[weight].shape
+        victims, units, columns = targets[weight].shape
         values = columns // self.clients - 1
-        shape = (victims, imprint.COPIES, rows // imprint.COPIES)
-        read = []
-        for client in range(self.clients):  # one after the other: a block is large
-            own = targets[weight][:, :, client * values : (client + 1) * values]
-            marks = targets[weight][:, :, self.clients * values + client]
-            read.append(imprint.read(own.reshape(*shape, values), marks.reshape(shape)))
+        shape = (victims, imprint.COPIES, units // imprint.COPIES)
+        by_client = []
+        for client in range(self.clients):  # one after the other, because a block is large
+            rows = targets[weight][:, :, client * values : (client + 1) * values]
+            biases = targets[weight][:, :, self.clients * values + client]  # the column of the marker
+            by_client.append(imprint.read_bins(rows.reshape(*shape, values), biases.reshape(shape)))
         joined = {
-            name: torch.cat([getattr(bins, name) for bins in read], 2 if name == "weights" else 1)
-            for name in vars(read[0])
+            name: torch.cat([getattr(bins, name) for bins in by_client], 2 if name == "factors" else 1)
+            for name in vars(by_client[0])
         }
         return imprint.Bins(**joined)

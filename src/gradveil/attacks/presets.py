@@ -1,4 +1,4 @@
-"""Hyper-parameters that work, by data set, model and budget, so that nobody has to guess them.
+"""Hyper-parameters that are known to work, by data set, model and budget.
 
 The figures behind them are in experiments/attack_strength/presets.jsonl, made by
 ``python experiments/run.py attack_strength``.
@@ -20,8 +20,8 @@ def _steps(quick: int, standard: int, thorough: int, **parameters: Any) -> _Para
     return first, second, third
 
 
-# Small networks: L-BFGS, and more steps for colour images. Total variation is weighed for defended updates too: less
-# of it sharpens undefended images and loses noisy ones.
+# Small networks: L-BFGS, with more steps for colour images. The weight of the total variation also suits defended
+# updates: a smaller one sharpens undefended images but loses noisy ones.
 _SMALL_GREY = {
     "dlg": _steps(150, 300, 1000),
     "idlg": _steps(150, 300, 1000),
@@ -34,7 +34,7 @@ _SMALL_COLOUR = {
     "inverting-gradients": _steps(150, 500, 1000, optimiser="lbfgs", tv=0.002),
     "grad-inversion": _steps(500, 1500, 4000),
 }
-# Deep networks: every step costs a hundred times more, and the smooth form stalls; signed Adam with large steps.
+# Deep networks: every step costs a hundred times more, and the smooth form stalls, so signed Adam takes large steps.
 _DEEP = {
     "dlg": _steps(50, 150, 300),
     "idlg": _steps(50, 150, 300),
@@ -49,13 +49,13 @@ _SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
 def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> Attack:
     """The attack called `name` with parameters that suit the data, the model and the budget.
 
-    Attacks in closed form have no budget; they come with their defaults.
+    Attacks in closed form have no budget and keep their default parameters.
 
     Args:
-        name: of the attack.
+        name: name of the attack.
         budget: ``"quick"``, ``"standard"`` or ``"thorough"``.
-        dataset: name of the data set; one that the catalogue does not know counts as colour.
-        model: name of the model; others than the small ones count as deep.
+        dataset: name of the data set; one that is not in the catalogue counts as colour.
+        model: name of the model; any that is not known to be small counts as deep.
 
     >>> preset("inverting-gradients", "quick", dataset="cifar10", model="resnet18").iterations
     200
@@ -64,7 +64,7 @@ def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> 
     grey = any(entry.grey for entry in DATASETS if entry.name == dataset)
     small = _SMALL_GREY if grey else _SMALL_COLOUR
     table = small if model in _SMALL_MODELS else _DEEP
-    ATTACKS.get(name)  # an unknown attack has its own error
+    ATTACKS.get(name)  # raises its own error if there is no such attack
     if name in _WITHOUT_BUDGET:
         return ATTACKS.create(name)
     checks.choice("preset", "name", name, table)

@@ -1,4 +1,4 @@
-"""What an attack is given: everything the attacker sees and may know, and never the data."""
+"""What an attack is given: everything the attacker sees and may know, but never the data."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,25 +16,25 @@ from gradveil.task import Gradients, Task
 from gradveil.update import Rounds, Update
 
 Progress = Callable[[int, int, float], None] | None
-"""Called with (steps done, steps in all, seconds left) after every step; None: nobody listens."""
+"""Called with (steps done, total steps, seconds left) after every step; None: no progress is reported."""
 
 Observed = Mapping[str, Tensor] | Rounds | Sequence[Mapping[str, Tensor] | Rounds]
-"""What the server saw of one victim or several: an update (a plain mapping of gradients is one, too), or rounds."""
+"""What the server saw of one victim or several: an update (a plain mapping of gradients will do), or rounds."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Updates to attack, and what the attacker has besides.
+    """The updates to attack, and what else the attacker has.
 
     Args:
-        rounds: each observed round's task, at the weights the victims saw, and their updates ``[victims, ...]`` by
-            name; the same victims in the same order in each.
+        rounds: for each observed round, the task at the weights the victims were sent, and the updates
+            ``[victims, ...]`` by name; the victims and their order are the same in every round.
         labels: ``[victims, examples, ...]``, known or inferred; zeros for an attack that finds them itself.
         threat: what the attacker may know and use.
         generator: the attacker's randomness.
-        knowledge: how someone who knows the defense uses that; None: the plain attack.
-        ambiguous_labels: ``[victims]``, where the inferred labels were not clear.
-        progress: called with (steps done, steps in all, seconds left).
+        knowledge: how an adaptive attacker uses its knowledge of the defense; None: the plain attack.
+        ambiguous_labels: ``[victims]``, True if the inferred labels are ambiguous.
+        progress: called with (steps done, total steps, seconds left).
         execution: how to evaluate the victims, see `matching.Objective`.
 
     Example:
@@ -56,7 +56,7 @@ class Problem:
 
     @property
     def task(self) -> Task:
-        """The model at the weights the victims saw, in the first round if there are several."""
+        """The model at the weights the victims were sent, in the first round if there are several."""
         return self.rounds[0][0]
 
     @property
@@ -66,32 +66,32 @@ class Problem:
 
     @property
     def modality(self) -> Modality:
-        """What an input is."""
+        """The modality of the inputs."""
         return self.task.modality
 
     @property
     def public(self) -> Batch:
-        """Inputs and labels that anybody may have; refused where the threat model does not grant them."""
+        """Inputs and labels that anybody may have; refused if the threat model does not grant them."""
         return granted_public("this attack", self.task, self.threat)
 
     @property
     def victims(self) -> int:
-        """How many there are."""
+        """The number of victims."""
         return len(self.labels)
 
     @property
     def examples(self) -> int:
-        """How many are behind each update."""
+        """The number of examples behind each update."""
         return self.labels.shape[1]
 
     def start(self, *seeds: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Where a search may begin: ``[victims, *seeds, examples, *input_shape]``, drawn by the modality."""
+        """Starting points for a search, ``[victims, *seeds, examples, *input_shape]``, drawn by the modality."""
         shape = (self.victims, *seeds, self.examples, *self.task.input_shape)
         return self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
 
 
 def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:
-    """The public data as the task takes it, checked; refused where the threat model does not grant any."""
+    """The public data, checked, on the task's device and in its precision; refused if none is granted."""
     if threat.public is None:
         raise ThreatModelError(
             f"{owner}: needs public data, which this threat model does not grant; "
@@ -103,34 +103,36 @@ def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:
 
 
 def observed_rounds(owner: str, task: Task, updates: Observed, threat: ThreatModel) -> list[tuple[Task, list[Update]]]:
-    """Each round's task and its updates, one per victim; refused where they do not fit each other or the threat model.
+    """Each round's task and its updates, one per victim; refused if they do not fit each other or the threat model.
 
     Args:
-        owner: who asks, for the error message.
-        task: the model at the weights the victims saw, in the first round if there are several.
-        updates: of one victim or of several.
+        owner: the caller's name, for error messages.
+        task: the model at the weights the victims were sent, in the first round if there are several.
+        updates: those of one victim or of several.
         threat: what the attacker may know.
     """
     victims = [updates] if isinstance(updates, Mapping | Rounds) else list(updates)
     if not victims:
         raise InputError(f"{owner}: expected at least one update, got none")
-    seen = [victim if isinstance(victim, Rounds) else Rounds([(task, victim)]) for victim in victims]
-    if any(len(rounds) != threat.rounds for rounds in seen):
+    by_victim = [victim if isinstance(victim, Rounds) else Rounds([(task, victim)]) for victim in victims]
+    if any(len(rounds) != threat.rounds for rounds in by_victim):
         raise ThreatModelError(
             f"{owner}: the threat model says that {threat.rounds} rounds of each victim were seen, got "
-            f"{sorted({len(rounds) for rounds in seen})}; make them agree"
+            f"{sorted({len(rounds) for rounds in by_victim})}; make them agree"
         )
-    tasks = [task, *(stage for stage, _ in seen[0][1:])]
-    for rounds in seen:
-        for number, ((stage, update), expected) in enumerate(zip(rounds, tasks, strict=True)):
-            if not _same_weights(stage, expected):
+    tasks = [task, *(later_task for later_task, _ in by_victim[0][1:])]
+    for rounds in by_victim:
+        for number, ((sent, update), expected) in enumerate(zip(rounds, tasks, strict=True)):
+            if not _same_weights(sent, expected):
                 raise InputError(
                     f"{owner}: all victims must have been sent the same weights in round {number}, and in the first "
-                    "those of `task`; attack victims with other weights one by one"
+                    "round those of `task`; attack victims with other weights one by one"
                 )
             _check_update(owner, expected, update, threat)
-    # What secure aggregation shows is a sum; of m batches, it is m times the gradient of all their examples.
-    return [(stage, [_mean_of(rounds[number][1]) for rounds in seen]) for number, stage in enumerate(tasks)]
+    # Secure aggregation shows a sum. The sum of m clients' gradients is m times the gradient over all their examples.
+    return [
+        (round_task, [_mean_of(rounds[number][1]) for rounds in by_victim]) for number, round_task in enumerate(tasks)
+    ]
 
 
 def _same_weights(one: Task, other: Task) -> bool:
@@ -152,8 +154,8 @@ def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -
             f"{owner}: the update comes from {update.meta.samples} {task.modality.unit}s and local steps "
             f"{update.meta.local}, but the threat model says {threat.batch_size} and {threat.local}; make them agree"
         )
-    if wrong := misfit(task.parameters, update):
-        layer, expected, got = wrong
+    if mismatch := misfit(task.parameters, update):
+        layer, expected, got = mismatch
         raise InputError(
             f"{owner}: the update does not fit the model: layer {layer!r} should have shape {expected}, got {got}"
         )

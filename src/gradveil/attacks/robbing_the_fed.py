@@ -26,20 +26,20 @@ class RobbingTheFed(imprint.ImprintAttack):
               \quad \text{if one image has } c_i < \bar x \le c_{i+1}
 
     All rows measure the mean of the pixels; the thresholds c are quantiles of that mean over public images, so that
-    each bin is as likely as any other. An image that is alone in its bin comes out exactly: with n images and B bins
-    that is a share of :math:`(1 - 1/B)^{n-1}`, .94 for 9 images and 128 bins. See `gradveil.attacks._imprint`.
+    all bins are equally likely. An image that is alone in its bin is recovered exactly: with n images and B bins that
+    is a share of :math:`(1 - 1/B)^{n-1}`, .94 for 9 images and 128 bins. See `gradveil.attacks._imprint`.
 
-    An active server: honest clients must train `modify(task, public=...)`, which answers like the given model (images
-    are changed by 1 % before they reach it). What the paper leaves open or we do otherwise: the block adds to the
+    The server is active: honest clients must train `modify(task, public=...)`, which predicts like the given model
+    (images are changed by 1 % before they reach it). Where the paper leaves room or we differ: the block adds to the
     image instead of replacing it; each bin has two copies with different output directions, which tell bins with
     one image from mixtures without ground truth and halve the noise; quantiles are blurred (`imprint.thresholds`); the
     lowest bin begins below black, so that no image is missed. Images that were not found are grey.
 
     Args:
-        bins: how many; the block has 2 x bins rows. More bins than images, or they share bins.
-        signal: size of the bias gradient that one image alone in its batch causes, typically. The server is free to
-            choose it, since the model computes the same: a large one beats noise of a fixed size, and nothing that
-            scales along with the gradient.
+        bins: number of bins; the block has 2 x bins rows. Use more bins than images, or images share bins.
+        signal: typical size of the bias gradient caused by one image alone in its batch. The server is free to choose
+            it, because the model computes the same: a large signal beats noise of a fixed size, but not a defense that
+            scales with the gradient.
 
     References:
         Fowl, Geiping, Czaja, Goldblum and Goldstein, Robbing the Fed: Directly Obtaining Private Data in Federated
@@ -76,7 +76,7 @@ class RobbingTheFed(imprint.ImprintAttack):
         return task.with_model(Imprinted(block, task.copy_model()))
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Refuse local steps."""
+        """Also refuse local steps."""
         super().check_threat(task, threat)
         if threat.local is not None:
             raise ThreatModelError(
@@ -84,8 +84,8 @@ class RobbingTheFed(imprint.ImprintAttack):
             )
 
     def read(self, task: Task, targets: dict[str, Tensor]) -> imprint.Bins:
-        """The differences of neighbouring rows, all victims at once."""
+        """Read the differences of neighbouring rows, all victims at once."""
         weight, bias = imprint.locate(self.name, targets, ENCODE, ENCODE_BIAS)
-        victims, rows, values = targets[weight].shape
-        shape = (victims, imprint.COPIES, rows // imprint.COPIES)
-        return imprint.read(targets[weight].view(*shape, values), targets[bias].view(shape))
+        victims, units, values = targets[weight].shape
+        shape = (victims, imprint.COPIES, units // imprint.COPIES)
+        return imprint.read_bins(targets[weight].view(*shape, values), targets[bias].view(shape))

@@ -1,4 +1,4 @@
-"""What an attacker may know and do."""
+"""The threat model: what an attacker may know and do."""
 
 from dataclasses import dataclass
 
@@ -13,22 +13,22 @@ from gradveil.update import LocalSteps
 
 @dataclass(frozen=True)
 class ThreatModel:
-    """What the attacker knows besides the model and the updates.
+    """What the attacker knows besides the model and the updates, and what it may do.
 
     Args:
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: they are given in `known_labels`.
         batch_size: examples behind each update.
-        adaptive: the attacker knows which defense is used and with which parameters, but not its random draws; the name
-            of a form (see `Defense.adapt`) asks for that one in place of the strongest.
+        adaptive: True if the attacker knows the defense and its parameters, but not its random draws; the name of a
+            form (see `Defense.adapt`) selects that form instead of the strongest.
         defense: the defense in use.
         local: the clients' local steps (FedAvg); None: each update is a single gradient.
         server: ``"passive"``: an honest but curious server; ``"active"``: it may change the model.
-        known_labels: ``[victims, batch_size, ...]``, as the task takes them; only with ``labels="known"``.
+        known_labels: ``[victims, batch_size, ...]``, in the form the task takes; only with ``labels="known"``.
         statistics: batch-norm buffers after the victims' step, ``[victims, ...]`` by name, if the attacker sees them
-            (they travel in ``update.meta.buffers``); None: it does not.
+            (they are sent in ``update.meta.buffers``); None: it does not.
         rounds: how many rounds of each victim, on the same data, the attacker saw (see `gradveil.Rounds`).
         public: inputs and labels that anybody may have, none of them a victim's, which the attacker may learn from;
-            None: it has none.
+            None: there are none.
 
     Example:
         >>> import torch

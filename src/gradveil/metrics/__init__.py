@@ -1,7 +1,7 @@
 """How close a reconstruction comes to the original.
 
-One file a metric, which adds a record to `METRICS`; every file in this folder is imported, so a new file is a new
-metric. From outside the package, ``gradveil.metrics.METRICS.add(Metric(...))`` does the same.
+There is one file per metric, which adds a record to `METRICS`. Every file in this folder is imported, so a new file
+adds a metric. From outside the package, ``gradveil.metrics.METRICS.add(Metric(...))`` does the same.
 """
 
 from importlib import import_module

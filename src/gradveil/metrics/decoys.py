@@ -1,4 +1,4 @@
-"""How well the decoys of Gradient Dropout can be told from values."""
+"""How well the decoys of Gradient Dropout can be told from true values."""
 
 import math
 
@@ -12,11 +12,11 @@ BINS = 64
 
 
 def decoy_scores(sent: Tensor, keep: float, std: float) -> Tensor:
-    """How likely each coordinate of a layer is a decoy, as an attacker sees it who knows the defense but not the mask.
+    """How likely each coordinate of a layer is a decoy, to an attacker who knows the defense but not the mask.
 
-    The attacker counts how many coordinates fall into each of 64 equally full bins of magnitude, computes how
-    many decoys should, and takes the share: Bayes' rule with the histogram of what arrived as the evidence. A flat
-    score means that the decoys are hidden.
+    The attacker counts how many coordinates fall into each of 64 equally full bins of magnitude, computes how many
+    decoys should be among them, and takes the ratio: Bayes' rule with the histogram of what arrived as the evidence. A
+    flat score means that the decoys are hidden.
 
     Args:
         sent: one layer after Gradient Dropout.
@@ -34,18 +34,18 @@ def decoy_scores(sent: Tensor, keep: float, std: float) -> Tensor:
     magnitudes = sent.detach().flatten().double().abs()
     edges = magnitudes.sort().values[torch.linspace(0, len(magnitudes) - 1, BINS + 1).long()]
     edges = torch.unique(edges)
-    # Bin i reaches from edge i up to edge i + 1; the last one has no end.
+    # Bin i reaches from edge i up to edge i + 1; the last one has no upper edge.
     bins = torch.searchsorted(edges, magnitudes, right=True) - 1
     arrived = bins.bincount(minlength=len(edges))
-    below = torch.cat([torch.erf(edges / (std * math.sqrt(2))), torch.ones(1, dtype=edges.dtype)])
-    decoys = (1 - keep) * len(magnitudes) * below.diff()
-    return (decoys / arrived.clamp(min=1))[bins].view(sent.shape)
+    decoys_below = torch.cat([torch.erf(edges / (std * math.sqrt(2))), torch.ones(1, dtype=edges.dtype)])
+    expected_decoys = (1 - keep) * len(magnitudes) * decoys_below.diff()
+    return (expected_decoys / arrived.clamp(min=1))[bins].view(sent.shape)
 
 
 def decoy_auc(gradient: Tensor, sent: Tensor, keep: float, std: float) -> float:
-    """The area under the curve of an attacker who tells decoys from values by `decoy_scores`; 0.5 is chance, 1 certain.
+    """The area under the ROC curve of an attacker who tells decoys from values by `decoy_scores`.
 
-    The score is the attacker's; only the verdict knows the gradient.
+    0.5 is chance, 1 is certainty. The scores are the attacker's; the true gradient is used only to judge them.
 
     Args:
         gradient: the layer before Gradient Dropout.
@@ -66,7 +66,7 @@ def decoy_auc(gradient: Tensor, sent: Tensor, keep: float, std: float) -> float:
     if not values or not decoys:
         raise InputError(f"decoy_auc: expected values and decoys, got {values} values and {decoys} decoys")
     scores = decoy_scores(sent, keep, std).flatten()
-    # Mann-Whitney: the mean rank of the decoys, equal scores sharing theirs.
-    _, place, counts = torch.unique(scores, return_inverse=True, return_counts=True)
+    # Mann-Whitney: from the ranks of the decoys, where equal scores share their mean rank.
+    _, distinct, counts = torch.unique(scores, return_inverse=True, return_counts=True)
     ranks = counts.cumsum(0).double() - (counts.double() - 1) / 2
-    return float((ranks[place][dropped].sum() - decoys * (decoys + 1) / 2) / (decoys * values))
+    return float((ranks[distinct][dropped].sum() - decoys * (decoys + 1) / 2) / (decoys * values))

@@ -1,4 +1,4 @@
-"""The checks that the image metrics make first."""
+"""Input checks shared by the image metrics."""
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ def check_images(owner: str, role: str, images: Tensor) -> None:
             f"{owner}: {role} must be a float tensor [N, C, H, W], "
             f"got {str(images.dtype).removeprefix('torch.')} {list(images.shape)}"
         )
-    # Written so that NaN, which compares false with everything, is refused too.
+    # Written so that NaN is refused too, because it compares false with everything.
     if not bool(((images >= 0) & (images <= 1)).all()):
         raise InputError(
             f"{owner}: {role} must lie in [0, 1], got values from {images.min().item():g} to "

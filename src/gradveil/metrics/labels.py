@@ -1,4 +1,4 @@
-"""How many labels the attacker found."""
+"""The share of labels that the attacker found."""
 
 from torch import Tensor
 
@@ -6,11 +6,11 @@ from gradveil.core.errors import InputError
 
 
 def label_accuracy(true: Tensor, guessed: Tensor) -> float:
-    """The share of labels guessed right, image by image.
+    """The share of correctly guessed labels, image by image.
 
     Args:
         true: labels [N] of the originals.
-        guessed: labels [N] of the reconstructions, in the order that `match` gives the images.
+        guessed: labels [N] of the reconstructions, in the order given by `match`.
 
     >>> import torch
     >>> label_accuracy(torch.tensor([3, 1, 4, 1]), torch.tensor([3, 1, 4, 5]))

@@ -10,14 +10,14 @@ optimize = OptionalModule("scipy.optimize", "matching reconstructions to origina
 
 
 def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
-    """The order of `reconstructions` that brings their total squared error to `originals` to its minimum.
+    """The order of `reconstructions` that minimises their total squared error to `originals`.
 
-    A gradient says nothing about the order of the examples in its batch, so an attack returns them in any. The
-    assignment is optimal (Hungarian method), and the same one serves every metric.
+    A gradient says nothing about the order of the examples in its batch, so an attack returns them in any order. The
+    assignment is optimal (Hungarian method), and the same one is used for every metric.
 
     Args:
         originals: numbers ``[N, *input_shape]``.
-        reconstructions: likewise, finite.
+        reconstructions: finite numbers of the same shape.
 
     Returns:
         A permutation p, int64 [N]: ``reconstructions[p[i]]`` belongs to ``originals[i]``.
@@ -32,7 +32,7 @@ def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
             f"{list(originals.shape)} and {list(reconstructions.shape)}; `Modality.repaired` makes values finite"
         )
     x, y = (examples.detach().double().flatten(1) for examples in (originals, reconstructions))
-    # The faster way of cdist, by matrix products, loses the small distances that decide here.
+    # The faster mode of cdist, by matrix products, loses the small distances that matter here.
     cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
     _, columns = optimize.linear_sum_assignment(cost.cpu().numpy())
     return torch.as_tensor(columns, dtype=torch.int64, device=originals.device)

@@ -19,9 +19,9 @@ from gradveil.metrics.images import check_pair
 from gradveil.metrics.record import metric
 
 LPIPS_RESOLUTION = 64
-"""Every image is resized to this many pixels, since LPIPS of the same pair changes with its size."""
+"""Every image is resized to this many pixels, because the LPIPS of the same pair depends on its size."""
 
-# Name in AlexNet, shape, stride, padding; a 3x3 max-pool of stride 2 stands before the second and the third.
+# Name in AlexNet, shape, stride, padding; a 3x3 max-pool of stride 2 comes before the second and the third.
 _CONVOLUTIONS = (
     ("features.0", (64, 3, 11, 11), 4, 2),
     ("features.3", (192, 64, 5, 5), 1, 2),
@@ -45,22 +45,22 @@ ARRAY_SHAPES: dict[str, tuple[int, ...]] = {
 
 
 class Lpips:
-    """LPIPS, version 0.1 on AlexNet: how different two images look to a network trained to see like people.
+    """LPIPS, version 0.1 on AlexNet: how different two images look to a network trained to judge like people.
 
     With the unit-normalised features f_l of the five rectified convolutions and learned weights w_l >= 0::
 
         LPIPS(x, y) = sum_l mean over positions of sum over channels of w_l (f_l(x) - f_l(y))^2
 
-    Every image is first resized bilinearly (antialiased where it shrinks) to 64 x 64 pixels, larger and
-    smaller ones alike: unrelated CIFAR-10 images score about .22 at 32 pixels and .51 at 64, so figures
-    compare only at one resolution. One channel is repeated to three.
+    Every image, larger or smaller, is first resized bilinearly (antialiased if it shrinks) to 64 x 64 pixels:
+    unrelated CIFAR-10 images score about .22 at 32 pixels and .51 at 64, so figures are comparable only at one
+    resolution. A single channel is repeated three times.
 
     References:
         Zhang, Isola, Efros, Shechtman & Wang, The Unreasonable Effectiveness of Deep Features as a Perceptual
         Metric, CVPR 2018. https://arxiv.org/abs/1801.03924
 
     Args:
-        arrays: the weights, named and shaped as `ARRAY_SHAPES` says; `Lpips.load` reads them from a file.
+        arrays: the weights, with the names and shapes of `ARRAY_SHAPES`; `Lpips.load` reads them from a file.
 
     Example:
         Weights of all ones show the call, though not a meaningful distance:
@@ -130,11 +130,12 @@ def lpips(
 
     Args:
         originals: float images [N, C, H, W] in [0, 1] with 1 or 3 channels.
-        reconstructions: likewise.
-        weights: loaded, or the npz file that holds them; default: what ``gradveil data get lpips-alex`` fetched.
+        reconstructions: images of the same shape and range.
+        weights: loaded weights, or the npz file that holds them; default: what ``gradveil data get lpips-alex``
+            fetched.
 
     Returns:
-        One float64 number an image, [N]; 0 means equal, higher looks more different. None if the weights are not here.
+        One float64 number per image, [N]; 0 means equal, higher looks more different. None if there are no weights.
     """
     found = weights or data.find(_WEIGHTS)
     if found is None:

@@ -1,4 +1,4 @@
-"""What a metric is: a record in a registry, over which scorer, rows, tables, charts and flags iterate."""
+"""Metrics as records in a registry, over which the scorer, rows, tables, charts and flags iterate."""
 
 import inspect
 import math
@@ -24,21 +24,21 @@ class Metric:
     Args:
         name: its key in rows and configs.
         title: its name in tables.
-        compute: ``(originals, found)``, both ``[N, *input_shape]`` and in range, each found example with its original:
-            one number per example ``[N]``; None where it cannot be computed here, see `remedy`.
+        compute: ``(originals, found)``, both ``[N, *input_shape]``, in range and matched one to one: one number per
+            example ``[N]``, or None if it cannot be computed, see `remedy`.
         better: ``"higher"`` or ``"lower"``: which values are closer to the original.
         summary: what it means, in a sentence or two for the glossary of a report.
-        modalities: the names of those it is for.
-        unit: of its values, if they have one.
-        digits: decimals that a reader is shown.
-        low: the least value it can have.
-        high: the greatest.
-        noticeable: the least difference that is worth a word.
-        optional: it may be None; rows then hold null.
-        remedy: the command that gets what it lacks where it is None.
-        compares: it looks at the original; if not, only at the reconstruction.
-        column: tables have a column for it.
-        second_opinion: for a distance (0 is equal) that may contradict the verdict: why it may. Then a report says
+        modalities: the names of the modalities it is for.
+        unit: the unit of its values, if they have one.
+        digits: number of decimals shown to readers.
+        low: the smallest possible value.
+        high: the largest possible value.
+        noticeable: the smallest difference worth mentioning.
+        optional: whether it may be None; rows then hold null.
+        remedy: the command that gets what is missing when it is None.
+        compares: whether it uses the original; if not, it looks only at the reconstruction.
+        column: whether tables have a column for it.
+        second_opinion: for a distance (0 is equal) that may contradict the verdict, why it may; a report then says
             where it does.
 
     Example:
@@ -79,19 +79,19 @@ class Metric:
 
     @property
     def worse(self) -> str:
-        """Where worse values lie: below or above better ones."""
+        """Whether worse values lie below or above better ones."""
         return "below" if self.better == "higher" else "above"
 
     def figure(self, value: float) -> str:
-        """A value as a reader is shown it, without its unit."""
+        """A value as shown to readers, without its unit."""
         return f"{round(value, self.digits) + 0:.{self.digits}f}"  # adding zero turns -0.0 into 0.0
 
     def words(self, value: float) -> str:
-        """A value as a reader is shown it."""
+        """A value as shown to readers, with its unit."""
         return f"{self.figure(value)} {self.unit}".rstrip()
 
     def closeness(self, value: float) -> float:
-        """The value, turned so that more is always closer to the original."""
+        """The value with its sign chosen so that higher is always closer to the original."""
         return value if self.better == "higher" else -value
 
 
@@ -140,21 +140,21 @@ METRICS = Metrics()
 
 
 def metric(name: str, title: str, **fields: Any) -> Callable[[F], F]:
-    """Decorator that adds a function as a metric.
+    """Decorator that registers a function as a metric.
 
-    Its docstring has the summary in a paragraph ``In words: ...`` and, if there is one, a ``Second opinion: ...``.
+    The summary is the paragraph ``In words: ...`` of its docstring; a paragraph ``Second opinion: ...`` is optional.
 
     Args:
-        name: as `Metric` has it.
-        title: likewise.
-        fields: the others.
+        name: the name of the `Metric`.
+        title: its title.
+        fields: its other fields.
     """
 
     def register(compute: F) -> F:
         paragraphs = [" ".join(part.split()) for part in (inspect.getdoc(compute) or "").split("\n\n")]
-        said = dict(part.split(": ", 1) for part in paragraphs if ": " in part)
-        summary, opinion = said.get("In words", ""), said.get("Second opinion")
-        METRICS.add(Metric(name, title, compute, summary=summary, second_opinion=opinion, **fields))
+        labelled = dict(part.split(": ", 1) for part in paragraphs if ": " in part)
+        summary, second_opinion = labelled.get("In words", ""), labelled.get("Second opinion")
+        METRICS.add(Metric(name, title, compute, summary=summary, second_opinion=second_opinion, **fields))
         return compute
 
     return register

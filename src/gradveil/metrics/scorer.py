@@ -16,9 +16,9 @@ from gradveil.modality import IMAGE, Modality
 class Scorer:
     """Scores reconstructions by every metric of a modality, under one assignment of reconstructions to originals.
 
-    Reconstructions are first made into inputs of the modality: of an image, a NaN pixel counts as mid-grey (0.5) and
-    everything else, infinities included, is clamped to [0, 1]. So a diverged attack gets the poor score it deserves,
-    not none. Figures of a batch are means over its examples; PSNR is the mean of the images' PSNRs.
+    Reconstructions are first turned into valid inputs: in an image, a NaN pixel counts as mid-grey (0.5) and everything
+    else, infinities included, is clamped to [0, 1]. So a diverged attack gets the poor score it deserves, not none. The
+    figures of a batch are means over its examples; PSNR is the mean of the images' PSNRs.
 
     Args:
         modality: what the examples are.
@@ -45,15 +45,14 @@ class Scorer:
 
         Args:
             originals: inputs ``[B, *input_shape]``; images are in [0, 1] and at least 11 x 11.
-            reconstructions: likewise, in any order and range.
+            reconstructions: inputs of the same shape, in any order and range.
             true_labels: labels [B] of the originals.
             guessed_labels: labels [B] of the reconstructions, in their order.
-            blind: what the blind guess scores for each original by the primary metric, [B]; without it `leaked` is
-                None.
+            blind: the blind guess's score for each original by the primary metric, [B]; without it `leaked` is None.
 
         Returns:
-            The mean over the batch by metric (None: it could not be computed); `label_correct`, the share of right
-            labels; `leaked`, whether any example of the batch has leaked.
+            The mean over the batch of each metric (None: it could not be computed); `label_correct`, the share of
+            correct labels; `leaked`, whether any example of the batch has leaked.
         """
         if blind is not None and blind.shape != originals.shape[:1]:
             raise InputError(

@@ -6,24 +6,25 @@ from gradveil.metrics.images import check_pair
 from gradveil.metrics.record import metric
 from gradveil.metrics.squared_error import mse
 
-MSE_FLOOR = 1e-10  # equal images would score infinity; so they score 100 dB
+MSE_FLOOR = 1e-10  # equal images score 100 dB instead of infinity
 
 
 @metric("psnr", "PSNR", better="higher", modalities=("image",), unit="dB", digits=1, low=0, high=100, noticeable=0.5)
 def psnr(originals: Tensor, reconstructions: Tensor) -> Tensor:
     """Peak signal-to-noise ratio of each image in dB: ``-10 log10(max(MSE, 1e-10))`` for a peak of 1.
 
-    The score of a batch is the mean of these, not the ratio of the batch's mean squared error.
+    The score of a batch is the mean of these values, not the PSNR of the batch's mean squared error.
 
     In words: Peak signal-to-noise ratio in decibels: −10 log₁₀ of the mean squared error of pixels between 0 and 1.
-    10 dB more is a tenth of the error; below about 10 dB little is left, above 25 dB the copy looks like the original.
+    10 dB more means a tenth of the error; below about 10 dB little is left, above 25 dB the copy looks like the
+    original.
 
     Args:
         originals: float images [N, C, H, W] in [0, 1].
-        reconstructions: likewise.
+        reconstructions: images of the same shape and range.
 
     Returns:
-        One float64 number an image, [N]; higher is closer, at most 100.
+        One float64 number per image, [N]; higher is closer, at most 100.
 
     >>> import torch
     >>> psnr(torch.zeros(1, 1, 4, 4), torch.full((1, 1, 4, 4), 0.1))

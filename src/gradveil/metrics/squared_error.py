@@ -15,10 +15,10 @@ def mse(originals: Tensor, reconstructions: Tensor) -> Tensor:
 
     Args:
         originals: float images [N, C, H, W] in [0, 1].
-        reconstructions: likewise.
+        reconstructions: images of the same shape and range.
 
     Returns:
-        One float64 number an image, [N]; 0 means equal.
+        One float64 number per image, [N]; 0 means equal.
 
     >>> import torch
     >>> mse(torch.zeros(2, 1, 4, 4), torch.full((2, 1, 4, 4), 0.5))

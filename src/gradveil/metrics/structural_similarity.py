@@ -10,7 +10,7 @@ from gradveil.metrics.record import metric
 
 WINDOW = 11
 SIGMA = 1.5
-C1 = 0.01**2  # keeps the luminance term defined in the dark, for a data range of 1
+C1 = 0.01**2  # keeps the luminance term defined in dark regions, for a data range of 1
 C2 = 0.03**2  # keeps the contrast term defined in flat regions
 
 
@@ -21,7 +21,7 @@ def ssim(originals: Tensor, reconstructions: Tensor) -> Tensor:
         (2 mx my + C1) (2 cxy + C2) / ((mx^2 + my^2 + C1) (vx + vy + C2))
 
     with means m, variances v and covariance c under an 11x11 Gaussian window (sigma 1.5), for a data range
-    of 1. Only windows that lie wholly inside the image count, so nothing is padded.
+    of 1. Only windows that lie entirely inside the image count, so nothing is padded.
 
     In words: Structural similarity: agreement of brightness, contrast and pattern in small windows. 1 is identical,
     about 0 unrelated.
@@ -32,10 +32,10 @@ def ssim(originals: Tensor, reconstructions: Tensor) -> Tensor:
 
     Args:
         originals: float images [N, C, H, W] in [0, 1], at least 11 x 11.
-        reconstructions: likewise.
+        reconstructions: images of the same shape and range.
 
     Returns:
-        One float64 number an image, [N]; 1 means equal, around 0 unrelated, below 0 inverted.
+        One float64 number per image, [N]; 1 means equal, around 0 unrelated, below 0 inverted.
 
     >>> import torch
     >>> image = torch.linspace(0, 1, 256).reshape(1, 1, 16, 16)

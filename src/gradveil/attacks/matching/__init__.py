@@ -1,4 +1,4 @@
-"""Gradient matching: a cost from a distance and a prior, and the way to its minimum for many victims at once."""
+"""Gradient matching: build a cost from a distance and a prior, and minimise it for many victims at once."""
 
 from gradveil.attacks.matching._search import match
 from gradveil.attacks.matching.cost import NOTHING, Matching, matched_layers

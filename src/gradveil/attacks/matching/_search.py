@@ -1,4 +1,4 @@
-"""The way from a start to the minimum of a cost, through the stages of a smoothed model if there are any."""
+"""Search for the minimum of a cost, through the stages of a smoothed model if there are any."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,15 +26,16 @@ def match(
     smoothing: Sequence[float] = (),
     unpack: Unpack | None = None,
 ) -> Reconstruction:
-    """Find candidates whose update is near the target, and that the prior likes.
+    """Find candidates whose update is near the shared one and that are likely under the prior.
 
     Args:
-        problem: the updates in all their rounds, and what is known.
+        problem: the updates of all rounds, and what is known.
         start: first candidates ``[victims, ...]``.
-        optimiser: how to look.
-        matching: what for.
-        iterations: steps of the optimiser, in each stage of the smoothing.
-        smoothing: stages of ReLU smoothing, from smooth to sharp; empty: the model as it is. See `Task.smoothed`.
+        optimiser: how to minimise the cost.
+        matching: how candidates are judged.
+        iterations: steps of the optimiser in each smoothing stage.
+        smoothing: sharpness of the ReLUs in each stage, from smooth to sharp (see `Task.smoothed`); empty: a single
+            stage on the model as it is.
         unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
     """
     precision = optimiser.precision or problem.task.dtype
@@ -44,9 +45,10 @@ def match(
     history: LossHistory | None = None
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
     for number, sharpness in enumerate(stages):
-        tasks = [(seen if sharpness is None else seen.smoothed(sharpness)).to(precision) for seen, _ in problem.rounds]
+        tasks = [(task if sharpness is None else task.smoothed(sharpness)).to(precision) for task, _ in problem.rounds]
         cost, alone = (
-            _unpacked(matching.cost(problem, some), unpack) for some in (tasks, [task.by_autograd() for task in tasks])
+            _unpacked(matching.cost(problem, variant), unpack)
+            for variant in (tasks, [task.by_autograd() for task in tasks])
         )
         objective = Objective(
             cost,
@@ -58,13 +60,13 @@ def match(
             victim_bytes=victim_bytes(tasks[0], problem),
         )
 
-        def tell(done: int, _steps: int, left: float, before: int = number * iterations) -> None:
+        def report(done: int, _steps: int, left: float, before: int = number * iterations) -> None:
             if problem.progress:
                 later = total - before - iterations
                 problem.progress(before + done, total, left + later * left / max(1, iterations - done))
 
         project = None if unpack else problem.modality.project
-        solution = optimiser.minimise(objective, candidates, iterations=iterations, project=project, progress=tell)
+        solution = optimiser.minimise(objective, candidates, iterations=iterations, project=project, progress=report)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         history = solution.history if history is None else replace(solution.history, start=history.start)
         if solution.interrupted:
@@ -76,8 +78,8 @@ def _unpacked(cost: Cost, unpack: Unpack | None) -> Cost:
     if unpack is None:
         return cost
 
-    def of_candidate(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
+    def unpacked_cost(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
         inputs, label = unpack(candidate, label)
         return cost(inputs, updates, label)
 
-    return of_candidate
+    return unpacked_cost

@@ -1,4 +1,4 @@
-"""What a candidate costs: how far its update is from the one that was shared, and how unlikely it is by itself."""
+"""The cost of a candidate: how far its update is from the shared one, and how unlikely the candidate itself is."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -16,40 +16,42 @@ from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of, with_momentum
 
 Cost = Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]
-"""``(inputs, updates, labels)``: what one victim's candidate costs, with one update per round."""
+"""``(inputs, updates, labels)``: the cost of one victim's candidate, with one update per round."""
 
 NOTHING = "none"
-"""What `mute` says when every layer is matched."""
+"""The value of `mute` if every layer is matched."""
 
-# Memory of one victim's evaluation, in units of its activations and the model's parameters together. Measured peaks:
-# resnet18 3.9, lenet 4.5, convnet 7.3; this leaves room.
+# Memory to evaluate one victim, as a multiple of its activations plus the model's parameters. Measured peaks: resnet18
+# 3.9, lenet 4.5, convnet 7.3; this leaves room.
 VALUES_PER_UNIT = 12
 
 
 def matched_layers(owner: str, layers: Iterable[str], mute: str) -> list[str]:
-    """The layers an attacker matches: all but those in `mute`.
+    """The layers that an attacker matches: all but those in `mute`.
 
     Args:
-        owner: who asks, for the error message.
+        owner: the caller's name, for error messages.
         layers: the names of all parameters.
         mute: ``"none"``, or names of parameters or modules to leave out, separated by ``|``.
 
     >>> matched_layers("idlg", ["0.weight", "0.bias", "1.weight"], "0.bias|1")
     ['0.weight']
     """
-    left = every = list(layers)
+    remaining = all_layers = list(layers)
     for entry in mute.split("|") if mute != NOTHING else ():
-        named = [name for name in every if name == entry or name.startswith(f"{entry}.")]
-        if not named:
-            raise ParameterError(f"{owner}: mute names no layer of the model: {entry!r}; {suggest(entry, every)}")
-        left = [name for name in left if name not in named]
-    if not left:
+        muted = [name for name in all_layers if name == entry or name.startswith(f"{entry}.")]
+        if not muted:
+            raise ParameterError(
+                f"{owner}: mute must name layers of the model, got {entry!r}; {suggest(entry, all_layers)}"
+            )
+        remaining = [name for name in remaining if name not in muted]
+    if not remaining:
         raise ParameterError(f"{owner}: mute={mute} leaves no layer to match; name fewer")
-    return left
+    return remaining
 
 
 def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, local: LocalSteps | None) -> Gradients:
-    """The update a client with these inputs would send, as a pure function; its examples come in the given order."""
+    """The update that a client with these inputs, in this order, would send; a pure function."""
     if local is None:
         return task.gradient(parameters, inputs, labels)
     total: Gradients = {}
@@ -68,14 +70,14 @@ def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, 
 
 @dataclass(frozen=True)
 class Matching:
-    """What the candidates of a gradient-matching attack are judged by.
+    """How a gradient-matching attack judges its candidates.
 
     Args:
         layers: the parameters that are matched, see `matched_layers`.
-        distance: between the simulated and the shared update.
-        prior: what is added to the cost of a candidate.
-        least_prior: weight of the modality's prior for someone who knows the defense even where there is no noise, in
-            units of the update's squared length: defended updates leave directions of the inputs open.
+        distance: the distance between the simulated and the shared update.
+        prior: a term added to the cost of a candidate.
+        least_prior: weight of the modality's prior for an adaptive attacker even if there is no noise, in units of the
+            update's squared length; needed because defended updates leave some directions of the inputs undetermined.
 
     Example:
         >>> from gradveil.attacks.matching import SQUARED
@@ -89,26 +91,27 @@ class Matching:
     least_prior: float = 0.0
 
     def cost(self, problem: Problem, tasks: Sequence[Task]) -> Cost:
-        r"""What one victim's candidate costs.
+        r"""The cost of one victim's candidate.
 
-        A plain attacker takes the mean over the rounds of the distance between simulated and shared updates, plus the
-        prior. One who knows the defense (`Knowledge`) compares what the defense should make of the candidate's gradient
-        e with what the update tells, v, by what each coordinate is worth, w; coordinates that tell nothing must at
-        least have allowed values a; and the more noise there is, the more the modality's prior P (of images the total
-        variation) counts:
+        A plain attacker takes the distance between simulated and shared updates, averaged over the rounds, plus the
+        prior. An adaptive attacker (`Knowledge`) compares e, what the defense should make of the candidate's gradient,
+        with v, what the update reveals, and weights each coordinate by w, how much it reveals. Coordinates that reveal
+        nothing must at least have allowed values a. The more noise there is, the more the modality's prior P counts
+        (for images, the total variation):
 
         .. math:: distance(\sqrt w e, \sqrt w v) + unit \cdot \Big(\sum_{w_i = 0} (e_i - a_i)^2 +
                   (4 \, variance \cdot values + least \cdot |u|^2) \, P(x)\Big) + prior(x)
 
-        4 variance is what a prior of independent Laplace differences of neighbours of mean 0.5 gives. Such differences
-        are 0.05 in photographs, but they are far from independent. Tried by idlg on four CIFAR-10 images and LeNet,
-        from 0.02 to 2: under normal noise of 0.1 a mean of 0.5 was best, under 0.01 a mean of 0.17, by half a decibel.
+        The factor 4 variance follows from a prior under which the differences of neighbours are independent Laplace
+        variables of mean absolute value 0.5. In photographs that mean is 0.05, but the differences are far from
+        independent. We tried means from 0.02 to 2 with idlg on four CIFAR-10 images and LeNet: under normal noise of
+        0.1 a mean of 0.5 was best, under 0.01 a mean of 0.17, by half a decibel.
 
         Args:
             problem: what is known, and the local steps.
-            tasks: of the rounds, in the precision of the search.
+            tasks: one per round, in the precision of the search.
         """
-        distance, prior, knowledge, local = self.distance, self.prior, problem.knowledge, problem.threat.local
+        distance, prior, local = self.distance, self.prior, problem.threat.local
         parameters, modality = [task.parameters for task in tasks], problem.task.modality
 
         def matched(gradients: Gradients) -> Gradients:
@@ -122,33 +125,34 @@ class Matching:
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).mean()
             return loss if prior is None else loss + prior(inputs)
 
-        if knowledge is None or not knowledge.changes_matching:
+        if problem.knowledge is None or not problem.knowledge.changes_matching:
             return plain
-        know = knowledge  # for the type checker
+        knowledge = problem.knowledge  # a name that the type checker knows is not None in the functions below
 
-        def informed(inputs: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+        def adaptive(inputs: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
             expected = []
             for task, weights, update in zip(tasks, parameters, updates, strict=True):
-                own = know.task(task, update) if know.task else task
-                expected.append(simulate(own, weights, inputs, labels, local))
-            if know.expect:
-                expected = know.expect(expected, updates)
-            known = modality.prior(inputs, rounding=ROUNDING)
-            unlikely = inputs.new_zeros(()) if known is None else known
+                client_task = knowledge.task(task, update) if knowledge.task else task
+                expected.append(simulate(client_task, weights, inputs, labels, local))
+            if knowledge.expect:
+                expected = knowledge.expect(expected, updates)
+            modality_prior = modality.prior(inputs, rounding=ROUNDING)
+            penalty = inputs.new_zeros(()) if modality_prior is None else modality_prior
             parts = []
             for task, values, update in zip(tasks, expected, updates, strict=True):
-                noise = know.variance(update) if callable(know.variance) else know.variance
-                smooth = 4 * noise / len(updates) * inputs.numel() * unlikely
-                drawn = know.draw(task, values, inputs, labels) if know.draw else [values]
-                parts += [judge(matched(one), matched(update), noise, smooth, unlikely) for one in drawn]
+                variance = knowledge.variance(update) if callable(knowledge.variance) else knowledge.variance
+                noise_prior = 4 * variance / len(updates) * inputs.numel() * penalty
+                draws = knowledge.draw(task, values, inputs, labels) if knowledge.draw else [values]
+                parts += [mismatch(matched(draw), matched(update), variance, noise_prior, penalty) for draw in draws]
             loss = torch.stack(parts).mean()
             return loss if prior is None else loss + prior(inputs)
 
-        def judge(
-            values: Gradients, update: Gradients, noise: Tensor | float, smooth: Tensor, unlikely: Tensor
+        def mismatch(
+            values: Gradients, update: Gradients, variance: Tensor | float, noise_prior: Tensor, penalty: Tensor
         ) -> Tensor:
-            evidence = know.read(values, update) if know.read else Evidence(update)
-            told, squares = evidence.values, smooth + self.least_prior * squared_length(update) * unlikely
+            """The distance from one update, plus the squared terms in the distance's unit."""
+            evidence = knowledge.read(values, update) if knowledge.read else Evidence(update)
+            revealed, squares = evidence.values, noise_prior + self.least_prior * squared_length(update) * penalty
             if evidence.weights is not None:
                 roots = {name: weight.sqrt() for name, weight in evidence.weights.items()}
                 if evidence.allowed is not None:
@@ -156,12 +160,12 @@ class Matching:
                         ((values[n] - evidence.allowed[n]).square() * (root == 0)).sum() for n, root in roots.items()
                     ]
                     squares = squares + torch.stack(outside).sum()
-                values, told = _times(roots, values), _times(roots, told)
-            length = squared_length(told).clamp_min(torch.finfo(squares.dtype).tiny)
-            signal = (length - noise * sum(value.numel() for value in told.values())).maximum(0.01 * length)
-            return distance.between(values, told) + distance.unit(length, signal) * squares
+                values, revealed = _times(roots, values), _times(roots, revealed)
+            length = squared_length(revealed).clamp_min(torch.finfo(squares.dtype).tiny)
+            signal = (length - variance * sum(value.numel() for value in revealed.values())).maximum(0.01 * length)
+            return distance.between(values, revealed) + distance.unit(length, signal) * squares
 
-        return informed
+        return adaptive
 
 
 def _times(factors: Gradients, values: Gradients) -> Gradients:
@@ -169,11 +173,11 @@ def _times(factors: Gradients, values: Gradients) -> Gradients:
 
 
 def victim_bytes(task: Task, problem: Problem) -> int:
-    """Memory that one victim takes while its cost and the cost's gradient are evaluated.
+    """Memory needed to evaluate one victim's cost and the cost's gradient.
 
     Args:
-        task: in the precision of the search.
-        problem: how many rounds, examples and local steps there are.
+        task: the model, in the precision of the search.
+        problem: says how many rounds, examples and local steps there are.
     """
     values = problem.examples * task.activations + task.size
     steps = len(problem.rounds) * steps_of(problem.threat.local, problem.examples)

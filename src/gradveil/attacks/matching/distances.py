@@ -1,4 +1,4 @@
-"""Distances between gradients, each with its unit."""
+"""Distances between gradients, each with the weight that a squared error has in it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ class Distance:
 
     Args:
         between: ``(simulated, shared)``: the distance, over the layers of the shared update.
-        unit: ``(length, signal)``: what a squared error of 1 counts in it, for an update of that squared length, of
-            which `signal` is not noise. So others can weigh squared errors of their own against the distance.
+        unit: ``(length, signal)``: what a squared error of 1 adds to the distance, for an update of squared length
+            `length`, of which `signal` is not noise. A cost can thus add squared errors on the scale of the distance.
 
     Example:
-        >>> here, there = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 2.0])}
-        >>> SQUARED.between(here, there), RELATIVE.between(here, there), COSINE.between(here, there)
+        >>> one, other = {"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 2.0])}
+        >>> SQUARED.between(one, other), RELATIVE.between(one, other), COSINE.between(one, other)
         (tensor(5.), tensor(1.2500), tensor(1.))
     """
 
@@ -29,7 +29,7 @@ class Distance:
 
 
 def squared_length(gradients: Gradients) -> Tensor:
-    """Over all layers together."""
+    """The squared Euclidean length of a gradient, over all layers together."""
     return torch.stack([value.square().sum() for value in gradients.values()]).sum()
 
 
@@ -57,5 +57,5 @@ def relative_distance(gradients: Gradients, target: Gradients) -> Tensor:
 
 SQUARED = Distance(squared_distance, lambda length, _signal: torch.ones_like(length))
 RELATIVE = Distance(relative_distance, lambda length, _signal: length.reciprocal())
-# Near a target u, an error of the signal g counts 1 / (2 |u| |g|) times its square.
+# Near a target u with signal g, an error adds 1 / (2 |u| |g|) times its square to the cosine distance.
 COSINE = Distance(cosine_distance, lambda length, signal: 0.5 * (length * signal).rsqrt())

@@ -1,4 +1,4 @@
-"""One cost, evaluated for many victims: one by one or as one batched program, whichever is faster."""
+"""Evaluate a cost for many victims: one by one or as one batched program, whichever is faster."""
 
 import math
 import time
@@ -20,14 +20,13 @@ class Objective:
 
     Args:
         cost: ``cost(candidate, *victim)`` for one victim, a scalar; must be vmap-able.
-        victims: tensors with a leading victim dimension (or nests of them), handed to `cost` one victim each.
+        victims: tensors with a leading victim dimension, possibly nested; each call of `cost` gets one victim's slices.
         alone: the same cost in a form that need not be vmap-able, for ``"loop"``; default: `cost`.
         execution: ``"loop"``: victim by victim; ``"batch"``: one vmapped program; ``"compile-loop"`` and ``"compile"``:
-            these two compiled; ``"auto"``: whichever is faster, found out by timing the first evaluations.
-        evaluations: how many evaluations of all victims are to come, so that ``"auto"`` can tell whether compiling
-            earns its time back.
-        victim_bytes: memory one victim takes while it is evaluated.
-        memory_budget: bytes that the victims evaluated at once may take; more victims are cut into chunks.
+            the same two, compiled; ``"auto"``: whichever is fastest when the first evaluations are timed.
+        evaluations: how often all victims will be evaluated, so that ``"auto"`` can tell whether compiling pays off.
+        victim_bytes: memory needed to evaluate one victim.
+        memory_budget: bytes that the victims evaluated at once may take; if they need more, they are split into chunks.
 
     Example:
         >>> objective = Objective(lambda x, target: (x - target).square().sum(), torch.tensor([[1.0], [3.0]]))
@@ -54,39 +53,40 @@ class Objective:
         self._chunk = max(1, memory_budget // victim_bytes)
         self._compiled = self._compile(execution)
 
-    def __call__(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
-        """Losses ``[n]`` and gradients ``[n, ...]`` of the candidates of victims `who`."""
+    def __call__(self, candidates: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        """Losses ``[n]`` and gradients ``[n, ...]`` of `candidates` of the victims with these `indices`."""
         if self.execution == "auto":
-            self.execution = self._find_fastest(candidates, who)
-        places = range(0, len(who), self._chunk)
-        parts = [self._evaluate(candidates[at : at + self._chunk], who[at : at + self._chunk]) for at in places]
+            self.execution = self._find_fastest(candidates, indices)
+        chunks = [slice(start, start + self._chunk) for start in range(0, len(indices), self._chunk)]
+        parts = [self._evaluate(candidates[chunk], indices[chunk]) for chunk in chunks]
         return torch.cat([losses for losses, _ in parts]), torch.cat([gradients for _, gradients in parts])
 
-    def _evaluate(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, candidates: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         if self.execution == "loop":
-            return self._loop(candidates, who)
+            return self._loop(candidates, indices)
         if self.execution == "batch":
-            return self._batch(self._many, candidates, who)
+            return self._batch(self._many, candidates, indices)
         if self.execution == "compile-loop":
-            parts = [self._batch(self._compiled, c, w) for c, w in zip(candidates, who, strict=True)]
+            pairs = zip(candidates, indices, strict=True)
+            parts = [self._batch(self._compiled, candidate, index) for candidate, index in pairs]
             return torch.stack([loss for loss, _ in parts]), torch.stack([gradient for _, gradient in parts])
-        # One shape, one compilation: a batch that has shrunk is filled up with its first victim.
-        missing = min(self._chunk, self._count) - len(who)
+        # Every new shape is compiled anew, so a batch that has shrunk is padded with its first victim.
+        missing = min(self._chunk, self._count) - len(indices)
         filled = torch.cat([candidates, candidates[:1].expand(missing, *candidates.shape[1:])])
-        losses, gradients = self._batch(self._compiled, filled, torch.cat([who, who[:1].expand(missing)]))
-        return losses[: len(who)], gradients[: len(who)]
+        losses, gradients = self._batch(self._compiled, filled, torch.cat([indices, indices[:1].expand(missing)]))
+        return losses[: len(indices)], gradients[: len(indices)]
 
     def _compile(self, execution: str) -> Any:
         functions = {"compile": self._many, "compile-loop": grad_and_value(self._cost)}
         return compilation.compiled(functions[execution]) if execution in functions else None
 
-    def _batch(self, function: Any, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
-        gradients, losses = function(candidates, *tree_map(lambda tensor: tensor[who], self._victims))
+    def _batch(self, function: Any, candidates: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+        gradients, losses = function(candidates, *tree_map(lambda tensor: tensor[indices], self._victims))
         return losses.detach(), gradients.detach()
 
-    def _loop(self, candidates: Tensor, who: Tensor) -> tuple[Tensor, Tensor]:
+    def _loop(self, candidates: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
         losses, gradients = [], []
-        for candidate, index in zip(candidates, who.tolist(), strict=True):
+        for candidate, index in zip(candidates, indices.tolist(), strict=True):
             leaf = candidate.detach().requires_grad_()
             loss = self._alone(leaf, *tree_map(lambda tensor, index=index: tensor[index], self._victims))
             losses.append(loss.detach())
@@ -97,13 +97,13 @@ class Objective:
     def _count(self) -> int:
         return len(tree_leaves(self._victims)[0])
 
-    def _find_fastest(self, candidates: Tensor, who: Tensor) -> str:
-        """Time a victim alone and a victim in the batch; compile if the whole run is long enough to earn it back."""
-        chunk = min(self._chunk, len(who))
-        alone = _seconds(lambda: self._loop(candidates[:1], who[:1]))
+    def _find_fastest(self, candidates: Tensor, indices: Tensor) -> str:
+        """Time a victim alone and in a batch; compile if the run is long enough for that to pay off."""
+        chunk = min(self._chunk, len(indices))
+        alone = _seconds(lambda: self._loop(candidates[:1], indices[:1]))
         batched = math.inf
         if chunk > 1:
-            batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], who[:chunk])) / chunk
+            batched = _seconds(lambda: self._batch(self._many, candidates[:chunk], indices[:chunk])) / chunk
         uncompiled = min(alone, batched) * self._count * self._evaluations
         if compilation.is_worth_it(uncompiled, len(tree_leaves(self._victims))):
             chosen = "compile" if batched < alone else "compile-loop"
@@ -113,7 +113,7 @@ class Objective:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The time of one call, the better of two after a first one that warms up."""
+    """The time of one call: the better of two, after a warm-up call."""
     work()
     times = []
     for _ in range(2):

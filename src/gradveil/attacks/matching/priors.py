@@ -1,4 +1,4 @@
-"""Priors: what makes a candidate likely by itself, whatever its gradient."""
+"""Priors: how unlikely a candidate is in itself, whatever its gradient."""
 
 from collections.abc import Callable
 
@@ -8,10 +8,10 @@ from gradveil.core.errors import ThreatModelError
 from gradveil.task import Task
 
 Prior = Callable[[Tensor], Tensor]
-"""What is added to the cost of a candidate."""
+"""A term added to the cost of a candidate."""
 
 LEAST_PRIOR = 0.004
-"""`least_prior` of attacks that have no prior of their own, see `Matching`."""
+"""The `least_prior` of attacks that have no prior of their own, see `Matching`."""
 
 
 ROUNDING = 1e-2
@@ -19,16 +19,16 @@ ROUNDING = 1e-2
 
 
 def check_prior(owner: str, weight: str, task: Task) -> None:
-    """Refuse a task whose inputs have no prior that a parameter could weigh.
+    """Refuse a task whose inputs have no prior.
 
     Args:
-        owner: who asks, for the error message.
-        weight: the name of the parameter.
-        task: whose inputs.
+        owner: the caller's name, for error messages.
+        weight: the name of the parameter that weights the prior.
+        task: the model and its inputs.
     """
     modality = task.modality
     if modality.prior(modality.probe(1, task.input_shape, dtype=task.dtype, device=task.device)) is None:
         raise ThreatModelError(
-            f"{owner}: {weight} weighs a prior, and there is none of {modality.name} inputs of shape "
-            f"{list(task.input_shape)}; use {weight}=0"
+            f"{owner}: {weight} needs inputs with a prior, got {modality.name} inputs of shape "
+            f"{list(task.input_shape)}, which have none; use {weight}=0"
         )

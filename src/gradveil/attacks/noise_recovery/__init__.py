@@ -1,7 +1,7 @@
 """Noise recovery: strip the noise of a predictable generator from an update.
 
-A library for now: no attack is registered. `recover` takes an update, the coordinates that are known to be 0
-(`known_zeros`) and how the noise was drawn, and returns the update without noise, or why it cannot be had.
+This is a library for now: no attack is registered. `recover` takes an update, the coordinates whose gradient is known
+to be 0 (`known_zeros`) and how the noise was drawn. It returns the update without noise, or the reason why it failed.
 """
 
 from gradveil.attacks.noise_recovery._recovery import RecoveredNoise, recover

@@ -9,22 +9,22 @@ from numpy.typing import NDArray
 from gradveil.attacks.noise_recovery._linear import Solution, Words, pack, solve
 
 STATE_BITS = 19_937
-_N, _M = 624, 397
+_N, _M = 624, 397  # words of the state, and the offset of the recurrence
 _TWIST = np.uint32(0x9908B0DF)
 _UPPER, _LOWER = np.uint32(0x80000000), np.uint32(0x7FFFFFFF)
 _SEGMENTS = ((0, _N - _M), (_N - _M, 2 * (_N - _M)), (2 * (_N - _M), _N - 1), (_N - 1, _N))
 
 State = NDArray[np.uint32]
-"""624 words x[p] to x[p + 623] of the recurrence, before tempering; of the first only the top bit counts."""
+"""624 words x[p] to x[p + 623] of the recurrence, before tempering; only the top bit of the first matters."""
 
 
 @dataclass(frozen=True)
 class KnownBits:
-    """Bits of outputs that somebody saw.
+    """Known bits of a generator's outputs.
 
     Args:
         positions: which output of the stream, ``[bits]``.
-        bits: which bit of it, 0 the lowest, ``[bits]``.
+        bits: which bit of that output, counted from the lowest, ``[bits]``.
         values: 0 or 1, ``[bits]``.
 
     Example:
@@ -37,12 +37,12 @@ class KnownBits:
     values: NDArray[np.int64]
 
     def select(self, where: NDArray[np.bool_] | NDArray[np.int64]) -> "KnownBits":
-        """Those where `where` is true, or of these numbers."""
+        """The bits selected by a mask or by indices."""
         return KnownBits(self.positions[where], self.bits[where], self.values[where])
 
 
 def next_block(state: State) -> State:
-    """The 624 words after these."""
+    """The next 624 words."""
     new = state.copy()
     for start, stop in _SEGMENTS:
         index = np.arange(start, stop)
@@ -52,10 +52,10 @@ def next_block(state: State) -> State:
 
 
 def rewind(state: State, outputs: int) -> State:
-    """The state that many outputs earlier; of its first word only the top bit is determined and the others are 0."""
+    """The state this many outputs earlier; only the top bit of its first word is determined, the others are 0."""
     words = [0] * outputs + state.tolist()
-    # x[k+624] ^ x[k+397] = (y >> 1) ^ (y & 1) TWIST with y of the top bit of x[k] and the rest of x[k+1]; the top bit
-    # of TWIST is set, and that of y >> 1 is not, so the top bit says what the lowest bit of y was.
+    # x[k+624] ^ x[k+397] = (y >> 1) ^ (y & 1) TWIST, where y joins the top bit of x[k] and the lower bits of x[k+1].
+    # The top bit of TWIST is set and that of y >> 1 is not, so the top bit of the sum is the lowest bit of y.
     for k in range(outputs - 1, -1, -1):
         mixed = words[k + _N] ^ words[k + _M]
         low = mixed >> 31
@@ -66,7 +66,7 @@ def rewind(state: State, outputs: int) -> State:
 
 
 def temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Outputs of words of the recurrence."""
+    """The outputs that belong to words of the recurrence."""
     y = words ^ (words >> np.uint32(11))
     y = y ^ ((y << np.uint32(7)) & np.uint32(0x9D2C5680))
     y = y ^ ((y << np.uint32(15)) & np.uint32(0xEFC60000))
@@ -75,73 +75,73 @@ def temper(words: NDArray[np.uint32]) -> NDArray[np.uint32]:
 
 
 def untemper(outputs: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Words of the recurrence whose outputs these are."""
-    places = np.arange(32, dtype=np.uint32)
-    bits = (outputs[:, None] >> places) & np.uint32(1)
+    """The words of the recurrence that belong to outputs: the inverse of `temper`."""
+    shifts = np.arange(32, dtype=np.uint32)
+    bits = (outputs[:, None] >> shifts) & np.uint32(1)
     words = bits @ _untemper_matrix().T.astype(np.uint32) & np.uint32(1)
-    result: NDArray[np.uint32] = (words << places).sum(1, dtype=np.uint32)
+    result: NDArray[np.uint32] = (words << shifts).sum(1, dtype=np.uint32)
     return result
 
 
 def find_states(known: KnownBits, start: int) -> tuple[Solution, list[State]]:
-    """The state whose first word belongs to output `start`, from bits of later outputs.
+    """Find the state whose first word belongs to output `start`, from known bits of later outputs.
 
-    The unknowns are the bits of outputs start + 1 to start + 623 and the top bit of the word before. So bits that were
-    seen there are no unknowns at all, which makes the system small where many consecutive outputs were seen.
+    The unknowns are the bits of outputs start + 1 to start + 623, and the top bit of the word of output `start`. Known
+    bits of these outputs need no unknown, so the system is small if many bits of consecutive outputs are known.
 
     Returns:
-        What the equations say (the rank counts the bits that were seen directly), and the states that they leave: one,
-        or a few if some bits are missing, or none.
+        The solution (its rank includes the bits that are known directly), and the states that are possible: one, or a
+        few if some bits are undetermined, or none.
     """
-    seen = known.select((known.positions > start) & (known.positions < start + _N))
-    given = np.full((_N, 32), -1, np.int64)
-    given[0, :31] = 0  # these bits have no influence
-    given[seen.positions - start, seen.bits] = seen.values
-    unknown = given < 0
+    within = known.select((known.positions > start) & (known.positions < start + _N))
+    output_bits = np.full((_N, 32), -1, np.int64)  # -1: unknown
+    output_bits[0, :31] = 0  # these bits have no influence
+    output_bits[within.positions - start, within.bits] = within.values
+    unknown = output_bits < 0
     count = int(unknown.sum())
     later = known.select(known.positions >= start + _N)
-    equations = _equations(_symbols(given), later, start, count)
+    equations = _equations(_symbolic_state(output_bits), later, start, count)
     solution = solve(equations, count)
     rank = STATE_BITS - count + solution.rank
     states = []
     for bits in solution.candidates:
-        given[unknown] = bits
-        outputs = (given.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
+        output_bits[unknown] = bits
+        outputs = (output_bits.astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(1, dtype=np.uint32)
         state = untemper(outputs)
-        state[0] = outputs[0]  # the first word stands as it is, not as its output
+        state[0] = outputs[0]  # the first row holds the word itself, not its output
         states.append(state)
     return replace(solution, rank=rank), states
 
 
-def _symbols(given: NDArray[np.int64]) -> Words:
-    """The state's bits as sums of the unknown bits of its outputs and a constant, ``[624, 32, words]``."""
-    unknown = given < 0
+def _symbolic_state(output_bits: NDArray[np.int64]) -> Words:
+    """The bits of the state as sums of the unknown output bits and a constant, ``[624, 32, words]``."""
+    unknown = output_bits < 0
     count = int(unknown.sum())
     symbols = np.zeros((_N, 32, count // 64 + 1), np.uint64)
     word, bit = np.nonzero(unknown)
     column = np.arange(count)
     symbols[word, bit, column // 64] = np.uint64(1) << (column % 64).astype(np.uint64)
-    symbols[..., count // 64] |= (given == 1).astype(np.uint64) << np.uint64(count % 64)
-    untempered = _untemper_matrix()
-    first = symbols[0].copy()
+    symbols[..., count // 64] |= (output_bits == 1).astype(np.uint64) << np.uint64(count % 64)
+    untemper_matrix = _untemper_matrix()
+    first_word = symbols[0].copy()
     for start in range(0, _N, 104):  # in parts, to keep the memory small
         part = symbols[start : start + 104]
         outputs = part.copy()
         for row in range(32):
-            part[:, row] = np.bitwise_xor.reduce(outputs[:, np.flatnonzero(untempered[row])], axis=1)
-    symbols[0] = first
+            part[:, row] = np.bitwise_xor.reduce(outputs[:, np.flatnonzero(untemper_matrix[row])], axis=1)
+    symbols[0] = first_word
     return symbols
 
 
 def _equations(symbols: Words, known: KnownBits, start: int, unknowns: int) -> Words:
-    """One row for each known bit behind the first 624 outputs; `symbols` is overwritten."""
+    """One equation per known bit after the first 624 outputs; `symbols` is overwritten."""
     rows = np.empty((len(known.positions), symbols.shape[2]), np.uint64)
     blocks = (known.positions - start) // _N
     for number in range(1, int(blocks.max(initial=0)) + 1):
         _twist_symbols(symbols)
-        here = np.flatnonzero(blocks == number)
-        for bit in np.unique(known.bits[here]):
-            equations = here[known.bits[here] == bit]
+        in_block = np.flatnonzero(blocks == number)
+        for bit in np.unique(known.bits[in_block]):
+            equations = in_block[known.bits[in_block] == bit]
             words = known.positions[equations] - start - number * _N
             summands = np.flatnonzero(_TEMPER[bit])
             total = symbols[words, summands[0]]
@@ -153,7 +153,7 @@ def _equations(symbols: Words, known: KnownBits, start: int, unknowns: int) -> W
 
 
 def _twist_symbols(symbols: Words) -> None:
-    """The next 624 words, in place, as `next_block` does it with numbers."""
+    """Advance to the next 624 words in place; the symbolic form of `next_block`."""
     taps = [bit for bit in range(32) if int(_TWIST) >> bit & 1]
     for start, stop in _SEGMENTS:
         index = np.arange(start, stop)
@@ -168,7 +168,7 @@ def _twist_symbols(symbols: Words) -> None:
 
 
 def _matrix(results: NDArray[np.uint32]) -> NDArray[np.bool_]:
-    """The 32 x 32 matrix of a linear map of words, given what it makes of 1, 2, 4, ...: row = bit of the result."""
+    """The 32 x 32 matrix of a linear map of words, given its results for 1, 2, 4, ...; a row is a bit of the result."""
     return (results[None, :] >> np.arange(32, dtype=np.uint32)[:, None] & np.uint32(1)).astype(bool)
 
 
@@ -186,11 +186,11 @@ def _untemper_matrix() -> NDArray[np.bool_]:
 
 
 def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Outputs k + 1248 and k + 794 add up to a map of output k + 2, and one of outputs k + 1 and k.
+    """The maps by which outputs k + 1248 and k + 794 add up to a function of outputs k + 2, k + 1 and k.
 
-    The recurrence is D^624 + D^397 + L D + U = 0, D the step to the next word and L, U matrices that read the lower 31
-    bits and the top one. Its square, D^1248 + D^794 + L^2 D^2 + (L U + U L) D + U^2 = 0, holds as well, since scalars
-    commute. The last two terms have few nonzero rows.
+    The recurrence is D^624 + D^397 + L D + U = 0, where D is the step to the next word and the matrices L and U read
+    the lower 31 bits and the top one. Its square, D^1248 + D^794 + L^2 D^2 + (L U + U L) D + U^2 = 0, holds as well,
+    because scalars commute. The last two terms have few nonzero rows.
 
     Returns:
         The map of output k + 2, ``[32, 32]``, and those of k + 1 and k side by side, ``[32, 64]``.
@@ -199,15 +199,16 @@ def squared_recurrence() -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     twist = _matrix(shifted).astype(np.int64)
     upper = np.diag(np.arange(32) == 31).astype(np.int64)
     high, low = twist @ upper, twist @ (np.eye(32, dtype=np.int64) - upper)
-    inside, outside = _untemper_matrix().astype(np.int64), _TEMPER.astype(np.int64)
-    second, first, none = (
-        (outside @ matrix @ inside % 2).astype(bool) for matrix in (low @ low, low @ high + high @ low, high @ high)
+    to_words, to_outputs = _untemper_matrix().astype(np.int64), _TEMPER.astype(np.int64)
+    two_ahead, one_ahead, same = (
+        (to_outputs @ matrix @ to_words % 2).astype(bool)
+        for matrix in (low @ low, low @ high + high @ low, high @ high)
     )
-    return second, np.c_[first, none]
+    return two_ahead, np.c_[one_ahead, same]
 
 
 def left_null_space(matrix: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """All sums of rows that vanish, as rows of a basis; for small matrices."""
+    """A basis, as rows, of all combinations of rows that vanish; for small matrices."""
     rows = np.c_[matrix, np.eye(len(matrix), dtype=bool)]
     columns, rank = matrix.shape[1], 0
     for column in range(columns):

@@ -16,27 +16,27 @@ from gradveil.core import checks
 from gradveil.core.errors import InputError
 from gradveil.core.randomness import fresh_generator
 
-_CHECKS = 64  # equations beyond the rank that must hold: by chance once in 2**64
-_SPARE = 1.06  # equations taken for each unknown where outputs lie scattered
-_DENSE_SPARE = 2.0  # and where they lie close together, since there many follow from others
-_DENSE = 6_000  # outputs
-_MOST_EQUATIONS = 48_000  # about 120 MB
-_FARTHEST = 100_000  # outputs that equations are written down for: some seconds
+_CHECKS = 64  # equations beyond the rank that must hold, which happens by chance once in 2**64
+_SPARE = 1.06  # equations taken per unknown if the outputs are scattered
+_DENSE_SPARE = 2.0  # the same if they are close together, because many equations then follow from others
+_DENSE = 6_000  # the span, in outputs, up to which they count as close together
+_MOST_EQUATIONS = 48_000  # they take about 120 MB
+_FARTHEST = 100_000  # the span, in outputs, that equations may cover; they take some seconds to write down
 
 
 @dataclass(frozen=True)
 class RecoveredNoise:
-    """What became of an attempt to strip the noise.
+    """The result of an attempt to strip the noise.
 
     Args:
         update: the update without its noise; None unless `verified`.
         noise: the noise; None unless `verified`.
         verified: True if the state that was found explains more than it was made from: at least 64 further equations,
             and every coordinate that was taken to be 0.
-        reason: in one sentence, how it was verified or why not.
-        equations: sure bits that were used.
+        reason: in one sentence, how the result was verified or why it was not.
+        equations: number of certain bits that were used.
         rank: how many of them are independent; 19,937 determine the generator, and up to four missing ones are guessed.
-        wrong_zeros: coordinates that were taken to be 0 and turned out not to be.
+        wrong_zeros: number of coordinates that were taken to be 0 and turned out not to be.
         seconds: wall time.
 
     Example:
@@ -63,19 +63,19 @@ def recover(
     attempts: int = 6,
     generator: torch.Generator | None = None,
 ) -> RecoveredNoise:
-    """Find the state of the generator behind an update's noise, and take the noise away.
+    """Find the state of the generator behind an update's noise, and subtract the noise.
 
-    Coordinates where the update is 0 show draws; a draw gives sure bits of the generator's outputs; those are linear in
-    its state. A result is only ever returned if it explains more than it was made from.
+    Coordinates whose gradient is 0 show draws; draws give certain bits of the generator's outputs; those are linear in
+    its state. A result is returned only if it explains more than it was made from.
 
     Args:
         update: what the server saw, in the order in which noise was drawn.
         zeros: where it would be 0 without noise, see `known_zeros`.
         source: how the noise was drawn, and its scale.
-        errors: how far each coordinate may be off by more than its own rounding; default: not at all.
-        attempts: how often to try with a random half, then a quarter of the groups of zeros, and so on, if those of all
-            groups contradict each other.
-        generator: which groups those are; default: fresh entropy.
+        errors: how far each coordinate may be off beyond its own rounding; default: not at all.
+        attempts: maximum number of attempts; if the equations of all groups of zeros contradict each other, random
+            halves of the groups are tried, then quarters, and so on.
+        generator: chooses these groups; default: fresh entropy.
     """
     started = time.perf_counter()
     attempts = checks.integer("noise-recovery", "attempts", attempts, low=1)
@@ -84,7 +84,7 @@ def recover(
             f"noise-recovery: zeros must have the update's layers in their order ({', '.join(update)}), "
             f"got {', '.join(zeros)}"
         )
-    whole = None
+    first_outcome = None
     for known in _subsets(zeros, attempts, generator):
         bits, draw = source.read(update, known, errors)
         outcome = _find(bits)
@@ -112,18 +112,25 @@ def recover(
                 outcome.rank,
                 contradicted=True,
             )
-        whole = whole or outcome
-        if not whole.contradicted:
-            break  # a part of the equations would not say more than all of them
-    assert whole is not None  # there is at least one attempt
+        first_outcome = first_outcome or outcome
+        if not first_outcome.contradicted:
+            break  # some of the equations would not say more than all of them
+    assert first_outcome is not None  # there is at least one attempt
     return RecoveredNoise(
-        None, None, False, whole.reason, whole.equations, whole.rank, 0, time.perf_counter() - started
+        update=None,
+        noise=None,
+        verified=False,
+        reason=first_outcome.reason,
+        equations=first_outcome.equations,
+        rank=first_outcome.rank,
+        wrong_zeros=0,
+        seconds=time.perf_counter() - started,
     )
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What one choice of equations says."""
+    """The result of solving one choice of equations."""
 
     reason: str
     equations: int
@@ -133,10 +140,10 @@ class _Outcome:
 
 
 def _find(bits: KnownBits) -> _Outcome:
-    """The states right before the stream's first output that known bits of it leave."""
-    few = "too few coordinates are known to be zero:"
+    """Find the states right before the stream's first output that are consistent with its known bits."""
+    too_few = "too few coordinates are known to be zero:"
     equations = len(bits.values)
-    outcome = _Outcome(f"{few} they give {equations:,} equations for {STATE_BITS:,} unknown bits", equations, 0)
+    outcome = _Outcome(f"{too_few} they give {equations:,} equations for {STATE_BITS:,} unknown bits", equations, 0)
     if equations < STATE_BITS:
         return outcome
     for window in _choices(bits):
@@ -156,8 +163,8 @@ def _find(bits: KnownBits) -> _Outcome:
             reason = f"{solution.checks:,} equations beyond the rank hold"
             return _Outcome(reason, taken, solution.rank, tuple(rewind(state, start + 624) for state in states))
         outcome = _Outcome(
-            f"{few} {taken:,} equations have rank {solution.rank:,} of {STATE_BITS:,} and {solution.checks} to check "
-            "it with",
+            f"{too_few} {taken:,} equations have rank {solution.rank:,} of {STATE_BITS:,} and {solution.checks} to "
+            "check it with",
             taken,
             solution.rank,
         )
@@ -166,14 +173,14 @@ def _find(bits: KnownBits) -> _Outcome:
 
 def _choices(bits: KnownBits) -> Iterator[NDArray[np.int64]]:
     """Which equations to try, those that are quickest to solve first."""
-    near = _window(bits.positions, int(STATE_BITS * _DENSE_SPARE))
-    if np.ptp(bits.positions[near]) < _DENSE:
-        yield near
+    densest = _window(bits.positions, int(STATE_BITS * _DENSE_SPARE))
+    if np.ptp(bits.positions[densest]) < _DENSE:
+        yield densest
     else:
         yield _window(bits.positions, int(STATE_BITS * _SPARE) + _CHECKS)
-    if len(bits.positions) <= len(near):
+    if len(bits.positions) <= len(densest):
         return
-    # Neighbours say the same twice; words from all over the stream say more.
+    # Equations of neighbouring outputs are often redundant; those of outputs from the whole stream are less so.
     words = np.unique(bits.positions)
     chosen = words[np.random.default_rng(0).random(len(words)) < _MOST_EQUATIONS / len(bits.positions)]
     chosen = chosen[chosen < chosen[0] + _FARTHEST]
@@ -191,7 +198,7 @@ def _window(positions: NDArray[np.int64], wanted: int) -> NDArray[np.int64]:
 
 
 def _subsets(zeros: Groups, attempts: int, generator: torch.Generator | None) -> Iterator[dict[str, Tensor]]:
-    """Which coordinates to take for zero in each attempt: all first, then those of ever fewer groups."""
+    """Which coordinates to take to be zero in each attempt: first all, then those of fewer and fewer groups."""
     generator = generator or fresh_generator()
     count = 1 + max(int(groups.max()) for groups in zeros.values() if groups.numel())
     yield {name: groups >= 0 for name, groups in zeros.items()}

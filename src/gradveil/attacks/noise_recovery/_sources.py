@@ -1,4 +1,4 @@
-"""Where noise comes from: which draws of a stream lie behind which coordinates of an update, and the noise again."""
+"""Sources of noise: which draws of a stream belong to which coordinates of an update, and how to redraw the noise."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -16,10 +16,10 @@ from gradveil.attacks.noise_recovery._observations import (
     TORCH_FLOAT,
     Floats,
     UniformFormat,
+    certain_bits,
     invert_box_muller,
     invert_laplace,
     join,
-    sure_bits,
 )
 from gradveil.attacks.noise_recovery._polar import ACCEPTED, align, invert_polar, polar_normals
 from gradveil.core.errors import ParameterError
@@ -27,21 +27,21 @@ from gradveil.core.randomness.generators import with_words
 
 Layers = Mapping[str, Tensor]
 Draw = Callable[[State], dict[str, Tensor]]
-"""Makes the noise of all layers, from the state right before the first output that was read."""
+"""Redraws the noise of all layers, from the state right before the first output of the known bits."""
 
-_ROUNDINGS = 2.0  # products between a draw and the update, each half a last place off at most
-_BLOCK = 16  # torch's vectorised normal noise
+_ROUNDINGS = 2.0  # roundings between a draw and the update, each at most half a unit in the last place
+_BLOCK = 16  # block size of torch's vectorised normal noise
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of a generator: what one layer's noise is drawn with.
+    """The call of a generator that draws one layer's noise.
 
     Args:
-        name: of the parameter.
-        size: how many coordinates it has.
-        dtype: in which the noise is drawn.
-        start: the first output of the stream that it takes.
+        name: name of the parameter.
+        size: number of its coordinates.
+        dtype: the dtype in which the noise is drawn.
+        start: the first output of the stream that the call takes.
     """
 
     name: str
@@ -55,7 +55,7 @@ class NoiseSource(ABC):
     """A way of drawing noise, layer by layer in the order of the update, all from one Mersenne Twister.
 
     Args:
-        scale: what draws are multiplied with before the server sees them: the standard deviation, divided by the batch
+        scale: what draws are multiplied by before the server sees them: the standard deviation, divided by the batch
             size if the server sees a mean, times the learning rate if it sees a change of weights.
     """
 
@@ -67,39 +67,39 @@ class NoiseSource(ABC):
 
     @abstractmethod
     def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
-        """Sure bits, and what makes the noise of the state right before the first output of them.
+        """The known bits of the stream, and a function that redraws the noise.
 
         Args:
             update: what the server saw.
             known: True where the update without noise is 0.
-            errors: how far a coordinate may be off by more than its own rounding, such as that of the weights.
+            errors: how far each coordinate may be off beyond its own rounding, for example by that of the weights.
         """
 
     def _standard(
         self, name: str, update: Layers, known: Layers, errors: Layers | None
     ) -> tuple[Floats, NDArray[np.bool_], Floats]:
-        """A layer's values in units of `scale`, which of them are known, and how far off they may be."""
+        """A layer's values in units of `scale`, which of them are known to be noise, and how far off they may be."""
         values = update[name].detach().flatten().double().cpu().numpy() / self.scale
-        off = np.abs(values) * _ROUNDINGS * _format(update[name].dtype).epsilon
+        value_errors = np.abs(values) * _ROUNDINGS * _format(update[name].dtype).epsilon
         if errors is not None:
-            off = off + errors[name].flatten().double().cpu().numpy() / self.scale
-        return values, known[name].flatten().cpu().numpy(), off
+            value_errors = value_errors + errors[name].flatten().double().cpu().numpy() / self.scale
+        return values, known[name].flatten().cpu().numpy(), value_errors
 
 
 class _LayerSource(NoiseSource):
-    """Noise of which it is known in advance how many outputs of the generator a layer takes."""
+    """Noise for which the number of outputs that a layer takes is known in advance."""
 
     @abstractmethod
     def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """How many outputs a layer of `size` takes, after `drawn` values that came one by one."""
+        """How many outputs a layer of `size` takes; `drawn` values of earlier layers were drawn one by one."""
 
     @abstractmethod
     def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Sure bits, from the coordinates of a layer (in units of `scale`, flat) that show nothing but noise."""
+        """Known bits from the coordinates of a layer (flat, in units of `scale`) that are nothing but noise."""
 
     @abstractmethod
     def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
-        """What fills one layer after the other with noise, from the state right before the first."""
+        """A function that fills one layer after the other with noise, from the state right before the first."""
 
     def layers(self, update: Layers) -> Iterator[Layer]:
         """The calls that drew the noise of an update."""
@@ -110,49 +110,49 @@ class _LayerSource(NoiseSource):
             singles += value.numel() if value.numel() < _BLOCK else 0
 
     def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
-        """Layer by layer, see `known_bits`."""
+        """Read layer by layer, see `known_bits`."""
 
-        def noise(state: State) -> dict[str, Tensor]:
+        def draw_noise(state: State) -> dict[str, Tensor]:
             draw = self.drawer(state)
             return {name: draw(torch.empty(value.shape, dtype=value.dtype)) for name, value in update.items()}
 
-        return self.known_bits(update, known, errors), noise
+        return self.known_bits(update, known, errors), draw_noise
 
     def known_bits(self, update: Layers, known: Layers, errors: Layers | None = None) -> KnownBits:
-        """Sure bits from all coordinates that are known to show nothing but noise; arguments as in `read`."""
+        """Known bits from all coordinates that are nothing but noise; arguments as in `read`."""
         layers = [layer for layer in self.layers(update) if known[layer.name].any()]
         return join([self.observe(layer, *self._standard(layer.name, update, known, errors)) for layer in layers])
 
 
 class _UniformSource(_LayerSource):
-    """Noise made of one uniform number for each value."""
+    """Noise made from one uniform number per value."""
 
     @abstractmethod
     def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
         """The uniform numbers behind values in units of `scale`, and how far off they may be."""
 
     def form(self, dtype: torch.dtype) -> UniformFormat:
-        """How the uniform numbers behind a layer are made: by torch, in the layer's precision."""
+        """How the uniform numbers of a layer are made: by torch, in the layer's precision."""
         return _format(dtype)
 
     def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """One uniform number for each value."""
+        """The outputs of one uniform number per value."""
         return size * self.form(dtype).outputs
 
     def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Each value by itself."""
+        """Invert each value by itself."""
         u, error = self.invert(values[known], errors[known], _format(layer.dtype).epsilon)
         form = self.form(layer.dtype)
-        return sure_bits(layer.start + np.flatnonzero(known) * form.outputs, u, error, form)
+        return certain_bits(layer.start + np.flatnonzero(known) * form.outputs, u, error, form)
 
 
 @dataclass(frozen=True)
 class TorchNormal(_LayerSource):
-    """Normal noise of torch's CPU generator, a contiguous `normal_` for each layer.
+    """Normal noise of torch's CPU generator, with a contiguous `normal_` for each layer.
 
-    Layers of 16 and more values: uniform numbers of 24 bits (float64: 53), in blocks of 16 whose value j and j + 8 are
-    a Box-Muller pair; if the size is no multiple of 16, the last 16 values are drawn anew. Smaller ones: pairs of
-    float64 values one after the other, the second kept for the next call.
+    Layers of 16 or more values are made from uniform numbers of 24 bits (float64: 53), in blocks of 16 whose values j
+    and j + 8 are a Box-Muller pair; if the size is not a multiple of 16, the last 16 values are drawn again. Smaller
+    layers are drawn one value at a time, from pairs of float64 values; the spare value is kept for the next call.
 
     Example:
         >>> [layer.start for layer in TorchNormal(0.1).layers({"w": torch.zeros(3, 10), "b": torch.zeros(3)})]
@@ -160,42 +160,42 @@ class TorchNormal(_LayerSource):
     """
 
     def outputs(self, size: int, dtype: torch.dtype, drawn: int) -> int:
-        """Blocks and what is drawn anew; or pairs of two doubles."""
+        """The outputs of all blocks and of values drawn again, or of pairs of two doubles."""
         if size < _BLOCK:
             return 4 * ((drawn + size + 1) // 2 - (drawn + 1) // 2)
         return (size + (_BLOCK if size % _BLOCK else 0)) * _format(dtype).outputs
 
     def observe(self, layer: Layer, values: Floats, known: NDArray[np.bool_], errors: Floats) -> KnownBits:
-        """Pairs of which both values are known."""
+        """Invert the pairs of which both values are known."""
         if layer.size < _BLOCK:
             return join([])  # a handful of bits, not worth the bookkeeping of pairs across layers
         form = _format(layer.dtype)
-        again = layer.size % _BLOCK != 0
-        kept = layer.size - _BLOCK if again else layer.size
+        has_tail = layer.size % _BLOCK != 0  # the last 16 values are drawn again, after all others
+        kept = layer.size - _BLOCK if has_tail else layer.size
         index = np.arange(max(kept - _BLOCK // 2, 0))
         draws = index = index[index % _BLOCK < _BLOCK // 2]
-        if again:  # the last 16, drawn anew behind all others
+        if has_tail:
             tail = np.arange(_BLOCK // 2)
             index, draws = np.concatenate([index, kept + tail]), np.concatenate([index, layer.size + tail])
         partner = index + _BLOCK // 2
-        seen = known[index] & known[partner]
-        index, partner, draws = index[seen], partner[seen], draws[seen]
+        both = known[index] & known[partner]
+        index, partner, draws = index[both], partner[both], draws[both]
         u, v, u_error, v_error = invert_box_muller(
             values[index], values[partner], (errors[index], errors[partner]), form.epsilon
         )
         first = layer.start + draws * form.outputs
         second = first + _BLOCK // 2 * form.outputs
-        return join([sure_bits(first, u, u_error, form), sure_bits(second, v, v_error, form)])
+        return join([certain_bits(first, u, u_error, form), certain_bits(second, v, v_error, form)])
 
     def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
-        """By torch itself."""
+        """Let torch itself draw."""
         generator = _torch_generator(state)
         return lambda empty: empty.normal_(generator=generator).double() * self.scale
 
 
 @dataclass(frozen=True)
 class TorchLaplace(_UniformSource):
-    """Laplace noise made of torch's uniform numbers, as `laplace-noise` makes it; `scale` is std / sqrt(2).
+    """Laplace noise made from torch's uniform numbers, as `laplace-noise` makes it; `scale` is std / sqrt(2).
 
     Example:
         >>> [layer.start for layer in TorchLaplace(0.1).layers({"w": torch.zeros(3, 10), "b": torch.zeros(3)})]
@@ -203,11 +203,11 @@ class TorchLaplace(_UniformSource):
     """
 
     def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
-        """By the distribution function."""
+        """Apply the distribution function."""
         return invert_laplace(values, errors, epsilon)
 
     def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
-        """From torch's uniform numbers."""
+        """Transform torch's uniform numbers."""
         generator = _torch_generator(state)
 
         def draw(empty: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class TorchUniform(_UniformSource):
     """Uniform noise of torch's CPU generator: `scale` times a number in [0, 1), less half of `scale` if centred.
 
     Args:
-        centred: whether the noise lies around 0.
+        centred: whether the noise is centred at 0.
 
     Example:
         >>> TorchUniform(1.0).outputs(10, torch.float64, 0)
@@ -237,20 +237,20 @@ class TorchUniform(_UniformSource):
         return 0.5 if self.centred else 0.0
 
     def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
-        """They are the values, but for the shift."""
+        """Undo the shift."""
         return values + self._shift, errors + epsilon / 2
 
     def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
-        """By torch itself."""
+        """Let torch itself draw."""
         generator = _torch_generator(state)
         return lambda empty: (empty.uniform_(generator=generator).double() - self._shift) * self.scale
 
 
 @dataclass(frozen=True)
 class NumpyLaplace(_UniformSource):
-    """`numpy.random.laplace(0, scale, shape)` of the legacy generator: one uniform number of 53 bits for each value.
+    """`numpy.random.laplace(0, scale, shape)` of the legacy generator: one uniform number of 53 bits per value.
 
-    The update holds it in its own precision.
+    The update holds the noise in its own precision.
 
     Example:
         >>> NumpyLaplace(1.0).outputs(10, torch.float32, 0)
@@ -258,15 +258,15 @@ class NumpyLaplace(_UniformSource):
     """
 
     def form(self, dtype: torch.dtype) -> UniformFormat:
-        """Two outputs for each value; numpy draws once more only after a number that is exactly 0."""
+        """The format with two outputs per value; numpy draws again only after a number that is exactly 0."""
         return NUMPY_DOUBLE
 
     def invert(self, values: Floats, errors: Floats, epsilon: float) -> tuple[Floats, Floats]:
-        """By the distribution function."""
+        """Apply the distribution function."""
         return invert_laplace(values, errors, epsilon)
 
     def drawer(self, state: State) -> Callable[[Tensor], Tensor]:
-        """By numpy itself."""
+        """Let numpy itself draw."""
         generator = numpy_generator(state)
         return lambda empty: torch.from_numpy(np.asarray(generator.laplace(0, self.scale, tuple(empty.shape))))
 
@@ -275,8 +275,8 @@ class NumpyLaplace(_UniformSource):
 class NumpyNormal(NoiseSource):
     """`numpy.random.normal(0, scale, shape)` of the legacy generator, as Flower's `LocalDpMod` draws it.
 
-    Pairs of values come from points of a square, and those outside the disc are thrown away without a trace; `polar`
-    finds out which. It needs long runs of known coordinates, such as the rows of silenced units next to each other.
+    Pairs of values come from points in a square, and points outside the disc are discarded without a trace; the module
+    `_polar` finds out which. It needs long runs of known coordinates, such as the rows of neighbouring silenced units.
 
     Example:
         >>> NumpyNormal(1.0).scale
@@ -284,54 +284,54 @@ class NumpyNormal(NoiseSource):
     """
 
     def read(self, update: Layers, known: Layers, errors: Layers | None = None) -> tuple[KnownBits, Draw]:
-        """All layers as one stream: a value that is left over goes to the next layer."""
+        """Read all layers as one stream, because a spare value goes to the next layer."""
         columns = [self._standard(name, update, known, errors) for name in update]
-        values, mask, off = (np.concatenate(column) for column in zip(*columns, strict=True))
-        bits, first_value = self._align(values, mask, off)
+        values, mask, value_errors = (np.concatenate(column) for column in zip(*columns, strict=True))
+        bits, first_value = self._align(values, mask, value_errors)
 
-        def noise(state: State) -> dict[str, Tensor]:
+        def draw_noise(state: State) -> dict[str, Tensor]:
             stream = torch.from_numpy(normals_around(state, first_value, len(values)) * self.scale)
             parts = torch.split(stream, [value.numel() for value in update.values()])
             return {name: part.view(value.shape) for (name, value), part in zip(update.items(), parts, strict=True)}
 
-        return bits, noise
+        return bits, draw_noise
 
     @staticmethod
     def _align(values: Floats, known: NDArray[np.bool_], errors: Floats) -> tuple[KnownBits, int]:
-        """Known bits from the first aligned trial on, and the place of that trial's first value in the stream."""
+        """Known bits from the first aligned trial on, and the index of that trial's first value in the stream."""
         best: tuple[KnownBits, int] = (join([]), 0)
-        for spare in (0, 1):  # values that are left over from an earlier pair
-            places = np.arange(spare, len(values) - 1, 2)
-            seen = known[places] & known[places + 1]
-            one, two, error = invert_polar(values[places], values[places + 1], (errors[places], errors[places + 1]))
-            found = align(one, two, error, seen)
+        for spare in (0, 1):  # number of values left over from an earlier pair
+            index = np.arange(spare, len(values) - 1, 2)
+            both = known[index] & known[index + 1]
+            one, two, error = invert_polar(values[index], values[index + 1], (errors[index], errors[index + 1]))
+            found = align(one, two, error, both)
             if not len(found.pairs):
                 continue
             start = 4 * (found.trials - found.trials[0])
             bits = join(
                 [
-                    sure_bits(start, one[found.pairs], error[found.pairs], NUMPY_DOUBLE),
-                    sure_bits(start + 2, two[found.pairs], error[found.pairs], NUMPY_DOUBLE),
+                    certain_bits(start, one[found.pairs], error[found.pairs], NUMPY_DOUBLE),
+                    certain_bits(start + 2, two[found.pairs], error[found.pairs], NUMPY_DOUBLE),
                 ]
             )
             if len(bits.values) > len(best[0].values):
-                best = bits, int(places[found.pairs[0]])
+                best = bits, int(index[found.pairs[0]])
         return best
 
 
-def normals_around(state: State, place: int, count: int) -> Floats:
-    """`count` normal values of which number `place` is the first that the state gives."""
-    pairs_before = -(-place // 2)
-    back = int(pairs_before / ACCEPTED * 1.1) + 500
-    ahead = int((count - place) / 2 / ACCEPTED * 1.1) + 500
-    generator = numpy_generator(rewind(state, 4 * back))
-    values, trials = polar_normals(generator.random_sample(2 * (back + ahead)))
-    start = 2 * int(np.searchsorted(trials, back)) - place
+def normals_around(state: State, index: int, count: int) -> Floats:
+    """The `count` normal values of a stream whose value number `index` is the first that the state gives."""
+    pairs_before = -(-index // 2)
+    trials_before = int(pairs_before / ACCEPTED * 1.1) + 500
+    trials_after = int((count - index) / 2 / ACCEPTED * 1.1) + 500
+    generator = numpy_generator(rewind(state, 4 * trials_before))
+    values, trials = polar_normals(generator.random_sample(2 * (trials_before + trials_after)))
+    start = 2 * int(np.searchsorted(trials, trials_before)) - index
     return values.flatten()[start : start + count]
 
 
 def numpy_generator(state: State) -> np.random.RandomState:
-    """numpy's legacy generator that twists `state` before its first output."""
+    """numpy's legacy generator, set to twist `state` before its first output."""
     generator = np.random.RandomState()
     generator.set_state(("MT19937", state, 624, 0, 0.0))
     return generator

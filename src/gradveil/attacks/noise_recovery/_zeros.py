@@ -1,4 +1,4 @@
-"""Coordinates of an update that are 0 whatever the client's data: there the server sees nothing but noise."""
+"""Coordinates of an update that are 0 whatever the client's data, so that the server sees nothing but noise there."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,21 +11,22 @@ from gradveil.task import Task
 SILENT = -1000.0  # a bias at which no image in [0, 1] switches a ReLU on
 
 Groups = dict[str, Tensor]
-"""For every coordinate of every layer the number of the reason why it should be 0; -1: it need not be."""
+"""For every coordinate, the number of its group, whose gradients are 0 for the same reason; -1: not known to be 0."""
 
 
 def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
-    """Coordinates whose gradient is exactly 0 on all of `inputs`, for whichever labels.
+    """Coordinates whose gradient is exactly 0 on all of `inputs`, whatever the labels.
 
     This finds pixels that are always black in front of a linear layer, ReLU units that nothing switches on, units whose
-    outgoing weights are all 0 and embedding rows that no input uses, without looking for any of them. It is a guess as
-    good as the inputs are like the client's; `recover` notices wrong ones and leaves their group out. Coordinates are
-    grouped by the reason, since they are wrong together: those of one unit, or those of one input feature.
+    outgoing weights are all 0, and embedding rows that no input uses, without looking for any of them explicitly. It is
+    a guess, which is better the more the inputs resemble the client's; `recover` notices wrong guesses and leaves their
+    group out. Coordinates are grouped by reason, because they are wrong together: those of one unit, or those of one
+    input feature.
 
     Args:
-        task: the model as the client is sent it.
+        task: the model as sent to the client.
         inputs: public data, none of it the client's.
-        batch_size: how many of them are worked on together.
+        batch_size: number of inputs that are processed together.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
@@ -37,7 +38,7 @@ def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
     zero = {name: torch.ones_like(value, dtype=torch.bool) for name, value in task.parameters.items()}
     classes = task.single_classes("known_zeros")
     for number, batch in enumerate(torch.split(inputs, batch_size)):
-        # Labels that change from image to image and batch to batch: no gradient is 0 for want of a label.
+        # Labels change from image to image and batch to batch, so that no gradient is 0 because a label is missing.
         labels = (torch.arange(len(batch), device=batch.device) + number) % classes
         for name, value in task.gradients(batch, labels).items():
             zero[name] &= value == 0
@@ -45,26 +46,26 @@ def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
 
 
 def _group(zero: Mapping[str, Tensor]) -> Groups:
-    """Numbers for rows that are 0 as a whole (units), then for the columns of the rest (features)."""
+    """Group rows that are entirely 0 (units), and the columns of the rest (features)."""
     groups: Groups = {}
-    used = 0
+    used_numbers = 0
     for name, mask in zero.items():
         rows = mask.view(len(mask), -1) if mask.dim() else mask.view(1, 1)
         units = torch.arange(rows.shape[0], device=mask.device)[:, None].expand(rows.shape)
         features = torch.arange(rows.shape[1], device=mask.device)[None, :].expand(rows.shape)
-        whole = rows.all(1, keepdim=True)
-        number = torch.where(whole, features.shape[1] + units, features) + used
+        zero_row = rows.all(1, keepdim=True)
+        number = torch.where(zero_row, features.shape[1] + units, features) + used_numbers
         groups[name] = number.where(rows, torch.full_like(number, -1)).view(mask.shape)
-        used += sum(rows.shape)
+        used_numbers += sum(rows.shape)
     return groups
 
 
 def silence(task: Task, bias: str, units: Sequence[int]) -> Task:
-    """What an active server sends: the ReLU units behind `bias` never switch on, so their gradients are 0.
+    """Modify a model as an active server may: some ReLU units never switch on, so their gradients are 0.
 
     Args:
-        task: the model as it should be.
-        bias: name of the bias in front of a ReLU.
+        task: the unmodified model.
+        bias: name of the bias in front of the ReLU.
         units: which of its units to silence.
 
     Example:
@@ -82,12 +83,12 @@ def silence(task: Task, bias: str, units: Sequence[int]) -> Task:
 
 
 def disconnect(task: Task, weight: str, units: Sequence[int]) -> Task:
-    """What another active server sends: nothing leaves these units, so all that leads into them has gradient 0.
+    """Modify a model as an active server may: nothing leaves some units, so all that leads into them has gradient 0.
 
     Args:
-        task: the model as it should be.
-        weight: name of the weight behind the units, ``[out, in]``.
-        units: which inputs of it to cut off.
+        task: the unmodified model.
+        weight: name of the weight that follows the units, ``[out, in]``.
+        units: which of its inputs to cut off.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Linear(8, 3))

@@ -1,4 +1,4 @@
-"""Optimisers: how the minimum of a cost is looked for. One file each; an attack holds the one it uses."""
+"""Optimisers, which minimise the cost of a matching attack; one file each. An attack creates the one it uses."""
 
 from gradveil.attacks.matching.optimisers.adam import Adam
 from gradveil.attacks.matching.optimisers.base import Clock, Optimiser, Solution

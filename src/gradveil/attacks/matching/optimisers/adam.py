@@ -1,4 +1,4 @@
-"""Adam on all victims in step."""
+"""Adam, which moves all victims in lockstep."""
 
 import math
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ class Adam(Optimiser):
     """Adam (Kingma and Ba, ICLR 2015), in the precision of the task.
 
     Args:
-        lr: step size in units of the inputs, one for all or one per victim; a tenth of it after each milestone.
+        lr: step size in units of the inputs, one for all or one per victim; it falls to a tenth at each milestone.
         signed: use only the sign of each gradient (Geiping et al., NeurIPS 2020).
-        milestones: when the step size falls, as shares of the iterations.
-        tolerance: a victim has finished when its loss is at most this; it has stalled when, after the last milestone,
-            a twentieth of the iterations brought it nothing. Both leave the batch.
+        milestones: when the step size falls, as fractions of the iterations.
+        tolerance: a victim has finished when its loss is at most this. It has stalled if, after the last milestone, its
+            loss has not improved for a twentieth of the iterations. Either way it leaves the batch.
 
     Example:
         >>> objective = Objective(lambda x, target: (x - target).square().sum(), torch.tensor([[1.0], [3.0]]))
@@ -39,45 +39,46 @@ class Adam(Optimiser):
     def minimise(
         self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
-        """Every step is followed by the projection."""
+        """Take the steps, each followed by the projection."""
         count = len(start)
-        sizes = torch.as_tensor(self.lr, dtype=start.dtype, device=start.device).expand(count)
+        step_sizes = torch.as_tensor(self.lr, dtype=start.dtype, device=start.device).expand(count)
         alive = torch.arange(count, device=start.device)
-        candidates, first, second = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+        candidates, first_moment, second_moment = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
         best, best_losses = start.clone(), torch.full((count,), math.inf, dtype=start.dtype, device=start.device)
-        improved = torch.zeros(count, dtype=torch.long, device=start.device)
+        improved_at = torch.zeros(count, dtype=torch.long, device=start.device)
         taken = torch.zeros(count, dtype=torch.long)
-        last, patience = max(self.milestones, default=0.0) * iterations, max(1, iterations // 20)
+        last_milestone, patience = max(self.milestones, default=0.0) * iterations, max(1, iterations // 20)
         clock, interrupted = Clock(progress, iterations), False
-        started, late = best_losses.clone(), None
+        first_losses, late_losses = best_losses.clone(), None
 
         def remember(losses: Tensor, step: int) -> None:
             better = losses < best_losses[alive]
             chosen = alive[better]
-            best[chosen], best_losses[chosen], improved[chosen] = candidates[chosen], losses[better], step
+            best[chosen], best_losses[chosen], improved_at[chosen] = candidates[chosen], losses[better], step
 
         try:
             for step in range(1, iterations + 1):
                 losses, gradients = objective(candidates[alive], alive)
                 remember(losses, step)
                 if step == 1:
-                    started = losses.clone()
-                if late is None and step > LATE * iterations:
-                    late = best_losses.clone()
-                stalled = (step - improved[alive] > patience) & (step > last)
-                going = ~(stalled | (losses <= self.tolerance))
-                if not going.all():
-                    alive, gradients = alive[going], gradients[going]
+                    first_losses = losses.clone()
+                if late_losses is None and step > LATE * iterations:
+                    late_losses = best_losses.clone()
+                stalled = (step - improved_at[alive] > patience) & (step > last_milestone)
+                unfinished = ~(stalled | (losses <= self.tolerance))
+                if not unfinished.all():
+                    alive, gradients = alive[unfinished], gradients[unfinished]
                     if len(alive) == 0:
                         clock.tick(iterations)
                         break
                 if self.signed:
                     gradients = gradients.sign()
-                first[alive] = first[alive].lerp(gradients, 0.1)
-                second[alive] = second[alive].lerp(gradients.square(), 0.001)
+                first_moment[alive] = first_moment[alive].lerp(gradients, 0.1)
+                second_moment[alive] = second_moment[alive].lerp(gradients.square(), 0.001)
                 decay = 0.1 ** sum(step > milestone * iterations for milestone in self.milestones)
-                move = (first[alive] / (1 - 0.9**step)) / ((second[alive] / (1 - 0.999**step)).sqrt() + 1e-8)
-                moved = candidates[alive] - (decay * sizes[alive]).view(-1, *[1] * (start.ndim - 1)) * move
+                mean, mean_square = first_moment[alive] / (1 - 0.9**step), second_moment[alive] / (1 - 0.999**step)
+                move = mean / (mean_square.sqrt() + 1e-8)
+                moved = candidates[alive] - (decay * step_sizes[alive]).view(-1, *[1] * (start.ndim - 1)) * move
                 candidates[alive] = moved if project is None else project(moved)
                 taken[alive.cpu()] = step
                 clock.tick(step)
@@ -85,5 +86,5 @@ class Adam(Optimiser):
                 remember(objective(candidates[alive], alive)[0], iterations + 1)
         except KeyboardInterrupt:
             interrupted = True
-        history = LossHistory(started, best_losses if late is None else late, best_losses[:, None])
+        history = LossHistory(first_losses, best_losses if late_losses is None else late_losses, best_losses[:, None])
         return Solution(best, best_losses, taken, history, interrupted)

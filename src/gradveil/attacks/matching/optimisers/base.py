@@ -1,4 +1,4 @@
-"""The contract of an optimiser: many victims at once, each with its own state."""
+"""The interface of an optimiser, which handles many victims at once, each with its own state."""
 
 import time
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from gradveil.attacks.matching.objective import Objective
 from gradveil.attacks.problem import Progress
 
 Limits = Callable[[Tensor], Tensor] | None
-"""Brings candidates back within the limits that inputs have; None: there are none."""
+"""Projects candidates into the allowed range of inputs; None: there is no such range."""
 
 LATE = 0.9
 """The share of the steps after which `LossHistory.late` is taken."""
@@ -22,14 +22,14 @@ LATE = 0.9
 
 @dataclass(frozen=True)
 class Solution:
-    """Where an optimiser ended.
+    """The result of an optimiser.
 
     Args:
-        candidates: ``[victims, ...]``, the best of each victim by its own loss.
-        losses: ``[victims]``, of these.
+        candidates: ``[victims, ...]``, each victim's candidate with the lowest loss.
+        losses: ``[victims]``, the losses of these candidates.
         iterations: ``[victims]``, steps taken.
         history: how the losses fell.
-        interrupted: True if Ctrl-C ended it; then this is the best so far.
+        interrupted: True if Ctrl-C ended the search; the result is then the best so far.
 
     Example:
         >>> losses = torch.tensor([0.5])
@@ -44,43 +44,43 @@ class Solution:
     interrupted: bool = False
 
     def found(self, labels: Tensor) -> Reconstruction:
-        """The candidates as inputs, with their labels."""
+        """The result as a reconstruction whose inputs are the candidates."""
         return Reconstruction(
             self.candidates, labels, self.losses, self.iterations, history=self.history, interrupted=self.interrupted
         )
 
 
 class Optimiser(ABC):
-    """Moves the candidates of many victims to where their cost is low.
+    """Minimises the cost of many victims' candidates.
 
-    A new one is a class with `minimise`; any attack may hand it to `matching.match`. Victims that have finished or are
-    stuck should leave the batch, and Ctrl-C should end the search with the best so far.
+    A new optimiser is a class with `minimise`; any attack may pass it to `matching.match`. Victims that have finished
+    or are stuck should leave the batch, and Ctrl-C should end the search with the best so far.
     """
 
     precision: ClassVar[torch.dtype | None] = None
-    """What it computes in; None: whatever the task does."""
+    """The dtype it computes in; None: that of the task."""
 
     @abstractmethod
     def minimise(
         self, objective: Objective, start: Tensor, *, iterations: int, project: Limits = None, progress: Progress = None
     ) -> Solution:
-        """Look for the minimum.
+        """Search for the minimum.
 
         Args:
-            objective: losses and gradients of candidates.
+            objective: gives losses and gradients of candidates.
             start: first candidates ``[victims, ...]``.
-            iterations: number of steps at most.
-            project: brings candidates back within the limits that inputs have; None: there are none.
+            iterations: maximum number of steps.
+            project: projects candidates into the allowed range of inputs; None: there is no such range.
             progress: called after every step.
         """
 
 
 class Clock:
-    """Tells a progress callback how many seconds are left at the pace so far.
+    """Reports progress to a callback, with the seconds left at the pace so far.
 
     Args:
-        progress: the callback; None: nobody listens.
-        total: steps in all.
+        progress: the callback; None: nothing is reported.
+        total: total number of steps.
 
     Example:
         >>> Clock(lambda done, total, left: print(done, total), total=2).tick(1)
@@ -91,7 +91,7 @@ class Clock:
         self._progress, self._total, self._started = progress, total, time.perf_counter()
 
     def tick(self, done: int) -> None:
-        """Say that so many steps are done."""
+        """Report that `done` steps are done."""
         if self._progress:
             elapsed = time.perf_counter() - self._started
             self._progress(done, self._total, elapsed / max(done, 1) * (self._total - done))
