@@ -319,21 +319,21 @@ def absent(client):
 
 LAYER = "parameters/features.1.weight"
 WRONG = {
-    "rounds_of lower": (put("rounds_of", 0, 1, lambda count: count - 1), "clients took part in .* rounds, by the seed"),
-    "rounds_of empty": (put("rounds_of", []), "by the seed in"),
-    "rounds_of no list": (put("rounds_of", {"0": 3}), "by the seed in"),
-    "rounds_of explained": (one_round_less_for_every_client, "round 5 has 3 clients, by its faults 0"),
-    "one missing": (absent(choose_clients(TRAINING, 5)[0]), "round 5 has 3 clients, by its faults 2"),
-    "stranger missing": (absent(({*range(6)} - {*choose_clients(TRAINING, 5)}).pop()), "others had faults than"),
+    "rounds_of lower": (put("rounds_of", 0, 1, lambda count: count - 1), "clients took part in .*, but the seed"),
+    "rounds_of empty": (put("rounds_of", []), "but the seed says"),
+    "rounds_of no list": (put("rounds_of", {"0": 3}), "but the seed says"),
+    "rounds_of explained": (one_round_less_for_every_client, "round 5 has 3 clients, but its faults leave 0"),
+    "one missing": (absent(choose_clients(TRAINING, 5)[0]), "round 5 has 3 clients, but its faults leave 2"),
+    "stranger missing": (absent(({*range(6)} - {*choose_clients(TRAINING, 5)}).pop()), "clients with faults do not"),
     "number": (put("number", 7), "the number of records is 6"),
     "number beyond": (put("number", 11), "the next round is 11, expected a whole number from 0 to 10"),
     "number true": (put("number", True), "the next round is True"),
     "number text": (put("number", "6"), "the next round is '6'"),
-    "steps": (put("steps", 5), "the server made 5 steps, by the records 6"),
+    "steps": (put("steps", 5), "the server took 5 steps, but the records say 6"),
     "diverged": (put("diverged", 2), "the round of divergence is 2"),
-    "diverged now": (put("diverged", 6), "the server made 6 steps, by the records 7"),
+    "diverged now": (put("diverged", 6), "the server took 6 steps, but the records say 7"),
     "records": (put("records", lambda records: records[:-1]), "the number of records is 5"),
-    "clients": (put("records", 2, 1, 2), "round 2 has 2 clients, by its faults 3"),
+    "clients": (put("records", 2, 1, 2), "round 2 has 2 clients, but its faults leave 3"),
     "loss": (put("records", 2, 2, "low"), "the loss of round 2 is 'low'"),
     "accuracy": (put("records", 1, 3, 1.5), "the accuracy of round 1 is 1.5"),
     "accuracy missing": (put("records", 1, 3, None), "the accuracy of round 1 is None"),
@@ -358,7 +358,7 @@ WRONG = {
     "type": (tensor(LAYER, lambda value: value.double()), "parameters: 'features.1.weight' is .*float64"),
     "weights": (tensor(LAYER, fill(float("nan"))), "parameters: 'features.1.weight' holds NaN or infinity"),
     "moment": (tensor("first/features.1.bias", fill(float("inf"))), "first: 'features.1.bias' holds NaN or infinity"),
-    "square": (tensor("second/features.1.bias", fill(-1.0)), "second: 'features.1.bias' holds what no square can be"),
+    "square": (tensor("second/features.1.bias", fill(-1.0)), "second: .* holds values that no square can have"),
 }
 
 

@@ -109,13 +109,13 @@ HOSTILE = {
     "negative shape": (sparse([0], [1.0], [-3, -4]), "the shape of 'r' is"),
     "shape of text": (sparse([0], [1.0], "12"), "the shape of 'r' is"),
     "shape of truths": (sparse([0], [1.0], [True]), "the shape of 'r' is"),
-    "no order": (({}, {"sparse": {}}), "its text is not that of a memory"),
-    "a list": (({}, [1]), "its text is not that of a memory"),
+    "no order": (({}, {"sparse": {}}), "its metadata is not that of a memory"),
+    "a list": (({}, [1]), "its metadata is not that of a memory"),
     "number as key": (sparse([0], [1.0], [1], order=[1]), "its keys are"),
     "key twice": (sparse([0], [1.0], [1], order=["r", "r"]), "its keys are"),
     "shape of another key": (sparse([0], [1.0], [1], order=[]), "shapes of other keys"),
-    "missing tensor": (({}, {"order": ["r"], "sparse": {}}), "'dense/r'. too many or too few"),
-    "extra tensor": (({"x": torch.ones(1)}, {"order": [], "sparse": {}}), "'x'. too many or too few"),
+    "missing tensor": (({}, {"order": ["r"], "sparse": {}}), "'dense/r'. are missing or unexpected"),
+    "extra tensor": (({"x": torch.ones(1)}, {"order": [], "sparse": {}}), "'x'. are missing or unexpected"),
 }
 
 
