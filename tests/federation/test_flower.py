@@ -320,7 +320,11 @@ def test_bad_arguments_are_refused(make, words):
             "defends with top-k:keep=0.2, the server's .* expects none",
         ),
         (defense_mod("none"), {"defense": "none", "lr": -1.0}, "flower: the server's lr must be a number above 0"),
-        (defense_mod("none"), {"defense": "none", "epoch": 1}, "expected instructions .* use one version of gradveil"),
+        (
+            defense_mod("none"),
+            {"defense": "none", "epoch": 1},
+            "expected instructions .* use the same version of gradveil",
+        ),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instructions, words):
@@ -608,10 +612,10 @@ BAD = {
     "stale": (lambda reply: with_update(reply, like(), 0), "expected an update of round 1, got one of round 0"),
     "no round": (lambda reply: with_update(reply, like(), None), "got one of round None"),
     "dense": (without_update, "it holds no update of gradveil"),
-    "more arrays": (with_record("arrays", start_arrays()), r"beside the update: \['arrays'\]"),
-    "our arrays": (with_record("gradveil.locations", start_arrays()), r"beside the update: \['gradveil.locations'\]"),
-    "arrays as instructions": (with_record("gradveil", start_arrays()), r"beside the update: \['gradveil'\]"),
-    "in the model's place": (with_record("arrays", ConfigRecord({"a": 1})), r"beside the update: \['arrays'\]"),
+    "more arrays": (with_record("arrays", start_arrays()), r"besides the update: \['arrays'\]"),
+    "our arrays": (with_record("gradveil.locations", start_arrays()), r"besides the update: \['gradveil.locations'\]"),
+    "arrays as instructions": (with_record("gradveil", start_arrays()), r"besides the update: \['gradveil'\]"),
+    "in the model's place": (with_record("arrays", ConfigRecord({"a": 1})), r"besides the update: \['arrays'\]"),
     "two updates": (
         with_record("gradveil.update", ArrayRecord({"a": Array(np.zeros(1)), "b": Array(np.zeros(1))})),
         "expected one array of bytes",
@@ -944,8 +948,8 @@ def test_an_update_within_the_norm_is_not_touched(caplog):
 
 def test_a_norm_that_cannot_be_computed_sends_no_signal():
     """Squares of such values overflow even double precision."""
-    assert mod._cut({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
-    assert mod._cut({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
+    assert mod._clipped({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
+    assert mod._clipped({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
 
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
