@@ -270,7 +270,7 @@ def test_an_audit_takes_all_of_these_as_settings(dataset, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"local_batch": 2}, "local_batch belongs to local steps; give the number of passes too"),
+        ({"local_batch": 2}, "local_batch belongs to local steps; give the passes too: local_epochs"),
         ({"local_epochs": 0}, "epochs must be a whole number of at least 1"),
         ({"observed_rounds": 0}, "observed_rounds must be a whole number of at least 1"),
         ({"norms": "eval"}, "norms must be one of train, inference"),

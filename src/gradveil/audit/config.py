@@ -66,9 +66,7 @@ class AuditConfig(Settings):
         for name in (*counts, "observed_rounds"):
             checks.integer("audit", name, getattr(self, name), low=1)
         if self.local_batch is not None and self.local_epochs is None:
-            raise ParameterError(
-                "audit: local_batch belongs to local steps; give the number of passes too: local_epochs"
-            )
+            raise ParameterError("audit: local_batch belongs to local steps; give the passes too: local_epochs")
         epochs = 1 if self.local_epochs is None else self.local_epochs
         LocalSteps(epochs, self.local_batch, self.local_lr)  # checks its arguments
         if self.norms is not None:
