@@ -151,7 +151,7 @@ def test_an_unfinished_chunk_runs_again_completely_and_adds_only_missing_rows(da
 def test_results_are_never_overwritten(data_file, tmp_path):
     config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
     run(config, tmp_path / "out")
-    with pytest.raises(OutputError, match="holds an audit already; go on with --resume"):
+    with pytest.raises(OutputError, match="holds an audit already; continue it with --resume"):
         run(config, tmp_path / "out")
     with pytest.raises(OutputError, match="seed was 0, now 1.*rows of both would be mixed"):
         run(
@@ -200,7 +200,7 @@ def test_another_model_under_the_same_name_is_not_mixed_in(data_file, tmp_path, 
     run(config, tmp_path / "out")
     run(config, tmp_path / "out", resume=True)
     file.write_text(OWN_MODEL.replace(old, new))
-    with pytest.raises(OutputError, match=f"{differs}.*or bring back what it ran with"):
+    with pytest.raises(OutputError, match=f"{differs}.*or restore what it ran with"):
         run(config, tmp_path / "out", resume=True)
 
 

@@ -158,7 +158,7 @@ def test_only_the_files_of_the_checkpoint_are_left(tmp_path):
 
 def test_another_training_is_refused(tmp_path):
     run(tmp_path, training=dataclasses.replace(TRAINING, rounds=2))
-    with pytest.raises(OutputError, match="holds a training already; go on with resume"):
+    with pytest.raises(OutputError, match="holds a training already; continue it with resume"):
         run(tmp_path)
     with pytest.raises(OutputError, match="holds another training: rounds was 2, is 10"):
         run(tmp_path, resume=True)
@@ -202,7 +202,7 @@ def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_
 
 
 def test_resume_never_begins_a_training(tmp_path):
-    with pytest.raises(OutputError, match=r"expected a folder with a checkpoint .* which is not there; begin without"):
+    with pytest.raises(OutputError, match=r"expected a folder with a checkpoint .* which does not exist; begin"):
         run(tmp_path / "new", resume=True)
     assert not (tmp_path / "new").exists()
     with pytest.raises(OutputError, match="which holds none; begin without resume"):

@@ -315,8 +315,8 @@ def _share_round(
     """What a victim's clients send in one round, and the models that they were sent."""
     defense, victims = case.stage.defense, case.victims
     first = (victims.first + victim) * victims.clients
-    round_path = (number,) if number else ()  # so that the first round draws as in an audit of one round
-    tasks = [case.attack.for_client(task, first + place) for place in range(victims.clients)]
+    round_path = (number,) if number else ()  # the first round draws as in an audit of one round
+    tasks = [case.attack.for_client(task, first + client) for client in range(victims.clients)]
     batches = [as_batch(task, batch) for batch in victims.batches(victim)]
     announced = defense.announce(
         tasks[0],
@@ -327,27 +327,28 @@ def _share_round(
     )
     updates = [
         defense.share(
-            own,
+            client_task,
             *batch,
-            generator=case.randomness("share", str(defense), first + place, *round_path),
+            generator=case.randomness("share", str(defense), first + client, *round_path),
             memory=memory,
             announced=announced,
             local=case.local,
         )
-        for place, (own, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
+        for client, (client_task, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
     ]
     return updates, tasks
 
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
+    """The mean over a victim's clients of `metrics.relative_power` in the first round."""
     stage, victims = case.stage, case.victims
     if misfit(stage.task.parameters, stage.sent.parameters):
         return None
     powers = []
-    for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
-        shown = visible[place * len(visible) // victims.clients]
-        mean = {name: value / shown.meta.clients for name, value in shown.items()}
-        number = (victims.first + victim) * victims.clients + place
+    for client, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
+        seen = visible[client * len(visible) // victims.clients]
+        mean = {name: value / seen.meta.clients for name, value in seen.items()}
+        number = (victims.first + victim) * victims.clients + client
         generator = case.randomness("share", str(stage.defense), number)  # so that local steps use the same order
         honest = compute_update(task, *as_batch(task, batch), local=case.local, generator=generator)
         powers.append(metrics.relative_power(honest, mean))

@@ -50,14 +50,14 @@ class Price:
         kind, equals, value = text.partition("=")
         if kind not in _PRICES:
             raise ParameterError(f"audit: match must be KIND or KIND=TARGET, got {text!r}; {suggest(kind, _PRICES)}")
-        target, least, most, tolerance = _PRICES[kind]
+        target, low, high, tolerance = _PRICES[kind]
         if equals:
             try:
                 target = float(value)
             except ValueError:
-                target = least  # outside the open interval, so refused below
-        if not least < target < most:
-            raise ParameterError(f"audit: {kind} can be matched between {least:g} and {most:g}, got {value!r}")
+                target = low  # outside the open interval, so refused below
+        if not low < target < high:
+            raise ParameterError(f"audit: {kind} can be matched between {low:g} and {high:g}, got {value!r}")
         return cls(kind, target, tolerance if kind == "accuracy" else tolerance * target)
 
     def holds(self, cost: float) -> bool:
@@ -131,8 +131,8 @@ def match(
         return min(costs, key=lambda value: abs(costs[value] - price.target))
 
     weak, strong = 0.0, 1.0
-    least, most = attempt(weak), attempt(strong)
-    reachable = price.exceeded_by(most) and not price.exceeded_by(least)
+    cost_weakest, cost_strongest = attempt(weak), attempt(strong)
+    reachable = price.exceeded_by(cost_strongest) and not price.exceeded_by(cost_weakest)
     while reachable and not price.holds(costs[nearest()]) and len(costs) < TRIES:
         middle = (weak + strong) / 2
         if strength.at(middle) in costs:  # there is no other value in between
@@ -146,8 +146,8 @@ def match(
         reason = f"comes no nearer to {price} than {costs[value]:.3g}, at {name}={value:g}, in {len(costs)} tries"
     else:
         reason = (
-            f"does not cost {price} at any strength: {price.kind} goes from {least:.3g} at {name}={strength.at(0):g} "
-            f"to {most:.3g} at {name}={strength.at(1):g}"
+            f"does not cost {price} at any strength: {price.kind} goes from {cost_weakest:.3g} at "
+            f"{name}={strength.at(0):g} to {cost_strongest:.3g} at {name}={strength.at(1):g}"
         )
     return Match(None, costs[value], len(costs), f"{defense.name} {reason}")
 

@@ -135,7 +135,7 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
                 )
         return None
     if not resume:
-        raise OutputError(f"audit: {folder} holds an audit already; go on with --resume or choose another --out")
+        raise OutputError(f"audit: {folder} holds an audit already; continue it with --resume or choose another --out")
     described = read_audit(folder)
     before = AuditConfig.from_json(described)
     _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
@@ -145,7 +145,7 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
     return described
 
 
-_BRING_BACK = "or bring back what it ran with"
+_BRING_BACK = "or restore what it ran with"
 
 
 def _refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], remedy: str) -> None:

@@ -77,7 +77,7 @@ def _checked_content(path: Path, digest: str | None) -> bytes:
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{path}: expected a file that gradveil wrote, got no such file; start anew") from error
+        raise DataError(f"{path}: expected a file that gradveil wrote, got no such file; start over") from error
     except OSError as error:
         raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
     position = _digest_position(content)
@@ -87,12 +87,12 @@ def _checked_content(path: Path, digest: str | None) -> bytes:
     if _digest(content, position) != carried:
         raise DataError(
             f"{path}: expected a file as gradveil wrote it, got one that was damaged or changed since (its digest does "
-            "not fit); bring back a copy or start anew"
+            "not fit); restore a copy or start over"
         )
     if digest is not None and digest != carried:
         raise DataError(
             f"{path}: expected the file that the checkpoint was saved with, got another one (of another round, client "
-            "or training); bring that one back or start anew"
+            "or training); restore that one or start over"
         )
     return content
 

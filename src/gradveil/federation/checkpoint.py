@@ -127,7 +127,7 @@ class Checkpoints:
             self._restore(state, tensors, about)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             found = " ".join(str(error).split()) if isinstance(error, ValueError) else repr(error)
-            raise DataError(f"{self.path}: expected a whole checkpoint, got a damaged one ({found})") from error
+            raise DataError(f"{self.path}: expected an undamaged checkpoint, got a damaged one ({found})") from error
 
     def _restore(self, state: State, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         training = self._training
@@ -172,7 +172,7 @@ class Checkpoints:
         if differing:
             changes = "; ".join(f"{key} was {saved.get(key)}, is {self._identity.get(key)}" for key in differing)
             raise OutputError(
-                f"train: {self.folder} holds another training: {changes}; choose another folder, or bring back what it "
+                f"train: {self.folder} holds another training: {changes}; choose another folder, or restore what it "
                 "ran with"
             )
 
@@ -187,13 +187,13 @@ def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
     """Lock the folder of a training; refuse to begin if it holds a training, or to resume if it holds none."""
     if resume and not (folder / FILE).is_file():
         raise OutputError(
-            f"train: expected a folder with a checkpoint to go on from, got {folder}, which "
-            f"{'holds none' if folder.is_dir() else 'is not there'}; begin without resume, or name another folder"
+            f"train: expected a folder with a checkpoint to resume from, got {folder}, which "
+            f"{'holds none' if folder.is_dir() else 'does not exist'}; begin without resume, or name another folder"
         )
     prepare_folder(folder, "train")
     with locked(folder, "train", "training"):
         if not resume and (folder / FILE).exists():
-            raise OutputError(f"train: {folder} holds a training already; go on with resume or choose another")
+            raise OutputError(f"train: {folder} holds a training already; continue it with resume, or choose another")
         yield
 
 

@@ -150,8 +150,8 @@ class Job:
             )
             for client, rounds in rounds_of.items()
         ]
-        most = max((each for each in spent if each is not None), key=lambda each: each.epsilon, default=None)
-        return None if most is None else replace(most, seeded=True)
+        highest = max((each for each in spent if each is not None), key=lambda each: each.epsilon, default=None)
+        return None if highest is None else replace(highest, seeded=True)
 
 
 def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:

@@ -68,7 +68,7 @@ def train(
         ram_bytes: how much of the clients' memories stays in RAM; the rest goes to disk.
     """
     if checkpoint is None and resume:
-        raise ParameterError("train: resume needs checkpoint, the folder to go on in; name it or leave resume out")
+        raise ParameterError("train: resume needs checkpoint, the folder to continue in; name it or leave resume out")
     with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
         job = Job.prepare(task, dataset, defense, training)
         training = job.training
@@ -116,10 +116,10 @@ def check_settings(
     _, shares = deal(dataset.train, training)
     for defense in defenses:
         Clients(task, defense, training, execution)
-    most = max(map(len, shares))
-    if training.batch_size > most:
+    largest_share = max(map(len, shares))
+    if training.batch_size > largest_share:
         warnings.warn(
-            f"batches of {training.batch_size} examples were asked for, but no client holds more than {most}; "
+            f"batches of {training.batch_size} examples were asked for, but no client holds more than {largest_share}; "
             "each uses all it has",
             stacklevel=2,
         )

@@ -248,7 +248,7 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
             for key in order
         }
     except ValueError as error:
-        raise DataError(f"{path}: expected a client's memory, got a damaged one ({error}); start anew") from error
+        raise DataError(f"{path}: expected a client's memory, got a damaged one ({error}); start over") from error
 
 
 def _layout(about: Any) -> tuple[list[str], dict[str, list[int]]]:
