@@ -202,7 +202,7 @@ def _check_victims(config: Json) -> None:
     if len(labels) != config["victims"] or any(len(one) != examples for one in labels):
         refuse(CONFIG, "victim_labels", f"{config['victims']} lists of {examples} labels", short(labels))
     if classes := len(config["classes"]):
-        outside = [label for one in labels for label in one if not schema.whole(0, classes - 1).holds(label)]
+        outside = [label for one in labels for label in one if not schema.integer(0, classes - 1).holds(label)]
         if outside:
             refuse(CONFIG, "victim_labels", f"labels below {classes}, the classes", short(outside[0]))
 

@@ -53,28 +53,28 @@ class Settings:
 
     dataset: str = _field(kinds.text(), "mnist")
     model: str = _field(kinds.text(), "lenet:init=uniform")
-    defenses: tuple[str, ...] = _field(kinds.listing(kinds.text(), kinds.MOST_METHODS), DEFENSES)
-    attacks: tuple[str, ...] = _field(kinds.listing(kinds.text(), kinds.MOST_METHODS), ATTACKS)
-    victims: int = _field(kinds.whole(1, kinds.MOST_ITEMS), 8)
-    batch_size: int = _field(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    defenses: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), DEFENSES)
+    attacks: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), ATTACKS)
+    victims: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
+    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
     labels: str = _field(kinds.choice("infer", "known"), "infer")
     adaptive: bool | None = _field(kinds.optional(kinds.FLAG), None)
-    aggregated: int = _field(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
     match: str | None = _field(kinds.optional(kinds.text(100)), None)
-    chunk: int = _field(kinds.whole(1, kinds.MOST_ITEMS), 8)
-    rounds: int = _field(kinds.whole(1), 500)
-    clients: int = _field(kinds.whole(1), 8)
-    client_batch: int = _field(kinds.whole(1), 16)
+    chunk: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
+    rounds: int = _field(kinds.integer(1), 500)
+    clients: int = _field(kinds.integer(1), 8)
+    client_batch: int = _field(kinds.integer(1), 16)
     lr: float = _field(kinds.number(0, 1e6), 0.015)
-    seed: int = _field(kinds.whole(0, 2**63 - 1), 0)
-    local_epochs: int | None = _field(kinds.optional(kinds.whole(1)), None)
-    local_batch: int | None = _field(kinds.optional(kinds.whole(1)), None)
+    seed: int = _field(kinds.integer(0, 2**63 - 1), 0)
+    local_epochs: int | None = _field(kinds.optional(kinds.integer(1)), None)
+    local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
-    observed_rounds: int = _field(kinds.whole(1, kinds.MOST_ITEMS), 1)
+    observed_rounds: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
-    mean: tuple[float, ...] | None = _field(kinds.optional(kinds.listing(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
-    std: tuple[float, ...] | None = _field(kinds.optional(kinds.listing(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
+    mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
+    std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
     device: str = _field(kinds.text(100), "cpu")
 
 
@@ -82,24 +82,24 @@ SETTINGS: Schema = {one.name: one.metadata["kind"] for one in dataclasses.fields
 
 CONFIG_SCHEMA: Schema = {
     "gradveil": kinds.text(100),
-    "version": kinds.whole(VERSION, VERSION),
+    "version": kinds.integer(VERSION, VERSION),
     "command": kinds.text(kinds.MOST_COMMAND),
     **SETTINGS,
-    "adapted": kinds.listing(kinds.listing(kinds.text(), 2), kinds.MOST_METHODS**2),
-    "generic": kinds.listing(kinds.text(), kinds.MOST_METHODS),
-    "caveats": kinds.mapping(kinds.listing(kinds.text(), 100), 2 * kinds.MOST_METHODS),
+    "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MOST_METHODS**2),
+    "generic": kinds.list_of(kinds.text(), kinds.MOST_METHODS),
+    "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MOST_METHODS),
     "dataset_source": kinds.WORDS,
     "data_digest": kinds.digest(),
     "modality": kinds.text(100),
-    "metrics": kinds.mapping(kinds.FLAG, 1000),
-    "input_shape": kinds.listing(kinds.whole(1, 1_000_000), 8),
-    "classes": kinds.listing(kinds.WORDS, kinds.MOST_CLASSES),
-    "parameters": kinds.whole(1, 10**15),
+    "metrics": kinds.object_of(kinds.FLAG, 1000),
+    "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
+    "classes": kinds.list_of(kinds.WORDS, kinds.MOST_CLASSES),
+    "parameters": kinds.integer(1, 10**15),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
-    "victim_labels": kinds.listing(kinds.listing(kinds.TARGET)),
+    "victim_labels": kinds.list_of(kinds.list_of(kinds.TARGET)),
     "torch": kinds.text(100),
-    "threads": kinds.whole(1, 65_536),
+    "threads": kinds.integer(1, 65_536),
     "platform": kinds.text(1000),
     DIGEST: kinds.digest(),
 }
@@ -224,10 +224,10 @@ class ResultRow(Row):
     server: str = _field(kinds.choice("passive", "active"))
     dataset: str = _field(kinds.text())
     model: str = _field(kinds.text())
-    seed: int = _field(kinds.whole(0, 2**63 - 1))
-    victim: int = _field(kinds.whole(0, kinds.MOST_ITEMS))
-    batch_size: int = _field(kinds.whole(1, kinds.MOST_ITEMS))
-    aggregated: int = _field(kinds.whole(1, kinds.MOST_ITEMS))
+    seed: int = _field(kinds.integer(0, 2**63 - 1))
+    victim: int = _field(kinds.integer(0, kinds.MOST_ITEMS))
+    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
+    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
     scores: Mapping[str, float | None]
     label_correct: float | None = _field(kinds.optional(kinds.SHARE))
     leaked: bool = _field(kinds.FLAG)
@@ -237,8 +237,8 @@ class ResultRow(Row):
     loss: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
     loss_start: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
     loss_late: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
-    loss_restarts: tuple[float, ...] | None = _field(kinds.optional(kinds.listing(kinds.ANY_NUMBER, 100_000)))
-    iterations: int = _field(kinds.whole(0))
+    loss_restarts: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, 100_000)))
+    iterations: int = _field(kinds.integer(0))
     seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
     image: str | None = _field(kinds.optional(_PICTURE))
     image_digest: str | None = _field(kinds.optional(kinds.digest()))
@@ -286,8 +286,8 @@ class UtilityRow(Row):
     round_seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
     upload_bytes: float | None = _field(kinds.optional(kinds.AMOUNT))
     download_bytes: float | None = _field(kinds.optional(kinds.AMOUNT))
-    history: tuple[float, ...] = _field(kinds.listing(kinds.SHARE, 100_000))
-    diverged: int | None = _field(kinds.optional(kinds.whole(0)))
+    history: tuple[float, ...] = _field(kinds.list_of(kinds.SHARE, 100_000))
+    diverged: int | None = _field(kinds.optional(kinds.integer(0)))
     privacy: str | None = _field(kinds.optional(kinds.text()))
     epsilon: float | None = _field(kinds.optional(kinds.AMOUNT))
 
@@ -307,5 +307,5 @@ class MatchRow(Row):
     target: float = _field(kinds.AMOUNT)
     tolerance: float = _field(kinds.AMOUNT)
     cost: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
-    tries: int = _field(kinds.whole(0, 10_000))
+    tries: int = _field(kinds.integer(0, 10_000))
     reason: str | None = _field(kinds.optional(kinds.text()))

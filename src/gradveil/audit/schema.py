@@ -74,7 +74,7 @@ def number(low: float = -math.inf, high: float = math.inf) -> Kind:
     return Kind(f"a finite number{_range(low, high)}", holds)
 
 
-def whole(low: int, high: int = MOST_COUNT) -> Kind:
+def integer(low: int, high: int = MOST_COUNT) -> Kind:
     """A whole number in a range."""
     return Kind(
         f"a whole number{_range(low, high)}",
@@ -108,7 +108,7 @@ def optional(kind: Kind) -> Kind:
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
 
 
-def listing(kind: Kind, most: int = MOST_ITEMS) -> Kind:
+def list_of(kind: Kind, most: int = MOST_ITEMS) -> Kind:
     """A list of values of one kind."""
     return Kind(
         f"a list of at most {most:,}, each {kind.words}",
@@ -116,7 +116,7 @@ def listing(kind: Kind, most: int = MOST_ITEMS) -> Kind:
     )
 
 
-def mapping(kind: Kind, most: int) -> Kind:
+def object_of(kind: Kind, most: int) -> Kind:
     """An object whose keys are texts and whose values are of one kind."""
     return Kind(
         f"an object of at most {most:,} entries, each {kind.words}",
@@ -148,7 +148,7 @@ AMOUNT = number(0)
 ANY_NUMBER = number()
 TARGET = Kind(
     "a number or a list of at most 10,000 numbers",
-    lambda value: ANY_NUMBER.holds(value) or listing(ANY_NUMBER, 10_000).holds(value),
+    lambda value: ANY_NUMBER.holds(value) or list_of(ANY_NUMBER, 10_000).holds(value),
 )
 PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec holds the same
 
