@@ -1,14 +1,14 @@
 """Run the app as a real deployment on this machine: a SuperLink and three SuperNodes, with TLS and node authentication.
 
-    python examples/flower/run_deployment.py              # train, print what came of it, stop everything
+    python examples/flower/run_deployment.py              # train, print the results, stop everything
     python examples/flower/run_deployment.py --kill-one   # one SuperNode dies in the second round
     python examples/flower/run_deployment.py --simulation # the same app, its SuperNodes simulated on Ray
 
-The SuperNodes run this app and no other: they are started with its hash (`gradveil.federation.supernode`).
+The SuperNodes run only this app: they are started with its hash (`gradveil.federation.supernode`).
 
-Everything lives in a temporary folder and on free ports of the loopback interface, and is stopped at the end. No
-more than `--minutes` are spent. How it is done for real: make the keys on the machines they belong to, and let the
-SuperNodes connect from elsewhere.
+Everything lives in a temporary folder and on free ports of the loopback interface, and is stopped at the end, after at
+most `--minutes`. In a real deployment, make each key on the machine it belongs to, and let the SuperNodes connect from
+other machines.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def make_certificates(folder: Path) -> None:
-    """A certificate authority, ``ca.pem``, and a certificate for 127.0.0.1 that it signs, ``server.pem``."""
+    """Make a certificate authority, ``ca.pem``, and a certificate for 127.0.0.1 signed by it, ``server.pem``."""
     now = datetime.datetime.now(datetime.UTC)
 
     def certificate(subject, key, issuer, issuer_key, *extensions):
@@ -98,7 +98,7 @@ def make_certificates(folder: Path) -> None:
 
 
 def make_node_key(folder: Path, name: str) -> Path:
-    """A key pair by which a SuperNode proves who it is: ``name`` and ``name.pub``."""
+    """Make a key pair with which a SuperNode proves its identity: ``name`` and ``name.pub``."""
     key = ec.generate_private_key(ec.SECP384R1())
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
@@ -114,14 +114,14 @@ class Deployment:
 
     Args:
         folder: an empty folder for keys, configuration and logs.
-        seconds: after this time nothing is waited for any more.
+        seconds: the time limit for everything together.
         simulation: whether the SuperLink simulates the SuperNodes; then there are none to authenticate.
     """
 
     def __init__(self, folder: Path, seconds: float, *, simulation: bool = False) -> None:
         self.folder, self.deadline, self.simulation = folder, time.monotonic() + seconds, simulation
         self.address = f"127.0.0.1:{free_port()}"
-        self.accepted = app_hash(APP)  # a node's owner takes that of the file that was read and accepted
+        self.accepted = app_hash(APP)  # a node's owner uses the hash of the file that they have read
         self.processes: dict[str, subprocess.Popen] = {}
         self.environment = {
             **os.environ,
@@ -151,7 +151,7 @@ class Deployment:
                 "--disable-runtime-dependency-installation",
                 *options,
             )
-            while not _listens(self.address):
+            while not _is_listening(self.address):
                 self.check("superlink", "to listen")
         except BaseException:
             self.stop()
@@ -171,7 +171,7 @@ class Deployment:
                 stdin=subprocess.DEVNULL,
                 env=self.environment,
                 cwd=self.folder,
-                start_new_session=True,  # so that what it starts can be stopped with it
+                start_new_session=True,  # so that its child processes can be stopped with it
             )
         return self.processes[name]
 
@@ -182,7 +182,7 @@ class Deployment:
         return self.deadline - time.monotonic()
 
     def check(self, name: str, what: str) -> None:
-        """Wait a little for `what`, unless the process has ended or the time has."""
+        """Wait a little for `what`; raise if the process has ended or time is up."""
         ended = self.processes[name].poll() is not None
         if ended or self.left() < 0:
             tail = self.log(name).read_text()[-2000:]
@@ -190,7 +190,7 @@ class Deployment:
         time.sleep(0.2)
 
     def flwr(self, *arguments: str) -> str:
-        done = subprocess.run(
+        finished = subprocess.run(
             [BIN / "flwr", *arguments],
             capture_output=True,
             text=True,
@@ -198,12 +198,12 @@ class Deployment:
             cwd=self.folder,
             timeout=max(1.0, self.left()),
         )
-        if done.returncode:
-            raise RuntimeError(f"flwr {arguments[0]} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-        return done.stdout
+        if finished.returncode:
+            raise RuntimeError(f"flwr {arguments[0]} failed:\n{finished.stdout[-2000:]}{finished.stderr[-2000:]}")
+        return finished.stdout
 
     def register(self, key: Path) -> int:
-        """Tell the SuperLink of a SuperNode's public key; the number it gives the node."""
+        """Register a SuperNode's public key with the SuperLink, and return the id of the node."""
         return int(json.loads(self.flwr("supernode", "register", f"{key}.pub", "--format", "json"))["node-id"])
 
     def start_node(self, name: str, key: Path | None, partition: int) -> subprocess.Popen:
@@ -222,7 +222,7 @@ class Deployment:
         )
 
     def kill(self, name: str) -> None:
-        """End a process and what it started, without a word."""
+        """Kill a process and its children without warning."""
         os.killpg(self.processes[name].pid, signal.SIGKILL)
         self.processes[name].wait()
 
@@ -230,14 +230,14 @@ class Deployment:
         return Run(self, *config, app=app)
 
     def stop(self) -> None:
-        """Ask everything to end, the SuperLink last; what has not ended ten seconds later is killed."""
+        """Terminate all processes, the SuperLink last; what is still running ten seconds later is killed."""
         running = [process for process in reversed(self.processes.values()) if process.poll() is None]
         for process in running:
             process.terminate()
-        patience = time.monotonic() + 10
+        deadline = time.monotonic() + 10
         for process in running:
-            # Not `wait`, which would free the number: what the process started goes by it.
-            while not _has_ended(process) and time.monotonic() < patience:
+            # Not `wait`, which would free the process id, and with it the group of its children.
+            while not _has_ended(process) and time.monotonic() < deadline:
                 time.sleep(0.1)
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -248,7 +248,7 @@ def _has_ended(process: subprocess.Popen) -> bool:
 
 
 class Run:
-    """A training, started with ``flwr run``; iterating gives the lines of its log as they come."""
+    """A training that is started with ``flwr run``; iterating over it yields the lines of its log as they appear."""
 
     def __init__(self, deployment: Deployment, *config: str, app: Path = APP) -> None:
         self.lines: list[str] = []
@@ -275,7 +275,7 @@ class Run:
                     time.sleep(0.2)
 
 
-def _listens(address: str) -> bool:
+def _is_listening(address: str) -> bool:
     host, port = address.split(":")
     with socket.socket() as probe:
         probe.settimeout(1)

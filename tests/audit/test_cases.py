@@ -64,19 +64,19 @@ def test_a_case_is_observed_attacked_and_scored(dataset, task):
     assert len(scores) == 3
     for one in scores:
         assert one.metrics["label_correct"] == 1.0
-        assert one.metrics["leaked"] is None  # nobody said what a blind guess scores
+        assert one.metrics["leaked"] is None  # it was not told the scores of a blind guess
         assert one.inputs.shape == (1, 1, 12, 12)
         assert one.losses["loss_start"] > one.losses["loss_late"] >= one.loss
 
 
-def test_a_part_of_the_victims_is_seen_as_in_the_whole(dataset, task):
+def test_a_part_of_the_victims_is_observed_as_among_all(dataset, task):
     whole = case_of(dataset, task, "gaussian-noise:std=0.1")
     part = replace(whole, victims=whole.victims.part(range(1, 3)))
     for there, here in zip(observe(whole).seen[1:], observe(part).seen, strict=True):
         assert all(torch.equal(value, here[0][1][name]) for name, value in there[0][1].items())
 
 
-def test_local_steps_are_the_clients_and_the_attackers(dataset, task):
+def test_local_steps_apply_to_clients_and_attackers(dataset, task):
     local = LocalSteps(epochs=2, batch_size=1, lr=0.05)
     victims = choose_victims(dataset.test, 2, 2)
     case = case_of(dataset, task, "none", victims=victims, local=local, labels="known")
@@ -87,7 +87,7 @@ def test_local_steps_are_the_clients_and_the_attackers(dataset, task):
     assert attack_on(seen).inputs.shape == (2, 2, 1, 12, 12)
 
 
-def test_what_was_truly_used_is_known_of_one_step(dataset, task):
+def test_the_inputs_really_used_are_known_for_one_step(dataset, task):
     victims = choose_victims(dataset.test, 2, 2)
     spec = "ats:policy=invert"
     seen = observe(case_of(dataset, task, spec, victims=victims, labels="known"))
@@ -128,7 +128,7 @@ def test_more_victims_than_examples_are_refused(dataset):
         choose_victims(dataset.test, 20, 2)
 
 
-# -- an attacker who learns ------------------------------------------------------------------------------------------
+# -- learned attacks --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def nearest(monkeypatch):
     @ATTACKS.register("nearest")
     @dataclass(frozen=True, repr=False)
     class Nearest(Attack):
-        """The public example whose gradient is nearest."""
+        """Finds the public example whose gradient is nearest."""
 
         paper, needs_public, finds_labels = "-", True, True
         learned: Tensors | None = state()
@@ -161,7 +161,7 @@ def nearest(monkeypatch):
     return fitted
 
 
-def test_an_attacker_who_learns_gets_the_public_examples(dataset, task, nearest):
+def test_a_learned_attack_gets_the_public_examples(dataset, task, nearest):
     attack = gradveil.attack("nearest")
     case = fit(case_of(dataset, task, attack=attack))
     assert nearest == ["none"]
@@ -193,10 +193,10 @@ def test_an_audit_fits_once_per_defense(dataset, nearest, tmp_path, monkeypatch)
     assert nearest == ["none", "top-k"]
 
 
-# -- models of one's own ---------------------------------------------------------------------------------------------
+# -- the user's own models -------------------------------------------------------------------------------------------
 
 
-def test_weights_of_ones_own_are_loaded_and_must_fit(dataset, tmp_path):
+def test_the_users_own_weights_are_loaded_and_must_fit(dataset, tmp_path):
     path = tmp_path / "mine.safetensors"
     model = models.create("mlp", input_shape=(1, 12, 12), classes=3, seed=7)
     save_file(model.state_dict(), path)
@@ -218,14 +218,14 @@ def test_weights_of_ones_own_are_loaded_and_must_fit(dataset, tmp_path):
         load_weights(model, path)
 
 
-def test_norms_work_in_the_mode_that_is_asked_for(dataset):
+def test_batch_norm_works_in_the_chosen_mode(dataset):
     assert build_task(dataset, "resnet18:norm=batch", norms="train").has_batch_statistics
     assert not build_task(dataset, "resnet18:norm=batch", norms="inference").has_batch_statistics
     with pytest.raises(ParameterError, match="norms must be one of train, inference"):
         build_task(dataset, "mlp", norms="off")
 
 
-def test_normalisation_is_the_models(dataset):
+def test_normalisation_belongs_to_the_model(dataset):
     task = build_task(dataset, "mlp", mean=[0.5], std=[0.25])
     inputs, _ = dataset.test.batch([0])
     assert torch.allclose(task.normalised(inputs), (inputs - 0.5) / 0.25)
@@ -270,7 +270,7 @@ def test_an_audit_takes_all_of_these_as_settings(dataset, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"local_batch": 2}, "local_batch is of local steps; say how many passes: local_epochs"),
+        ({"local_batch": 2}, "local_batch belongs to local steps; give the passes too: local_epochs"),
         ({"local_epochs": 0}, "epochs must be a whole number of at least 1"),
         ({"observed_rounds": 0}, "observed_rounds must be a whole number of at least 1"),
         ({"norms": "eval"}, "norms must be one of train, inference"),

@@ -25,7 +25,7 @@ def test_the_config_survives_json():
         AuditConfig.from_json(fields)
 
 
-def test_the_command_says_everything():
+def test_the_command_holds_all_settings():
     words = shlex.split(AuditConfig(victims=3, seed=7, defenses=("top-k:keep=0.1",)).command)
     assert words[:2] == ["gradveil", "audit"]
     options = list(zip(words[2::2], words[3::2], strict=True))

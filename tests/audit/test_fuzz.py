@@ -1,7 +1,7 @@
 """Damaged audit folders: resuming and reporting refuse them in one line, or end as if nothing had happened.
 
 The default run makes a few folders; ``GRADVEIL_FUZZ=680 pytest tests/audit/test_fuzz.py`` makes 680, from fixed seeds.
-The file runs against older versions too: nothing of gradveil but its public functions is used.
+The file also runs against older versions: it uses only public functions of gradveil.
 """
 
 import json
@@ -22,7 +22,7 @@ from gradveil.core.errors import GradveilError
 from gradveil.report.read import read
 
 CASES = int(os.environ.get("GRADVEIL_FUZZ", "63"))
-TIMES = {"seconds", "round_seconds", "digest"}  # a row that runs again takes another time
+TIMES = {"seconds", "round_seconds", "digest"}  # these differ if a row runs again
 VALUES = [None, True, -1, 0, 3, 1.5, "", "none", "\x1b[2J", [], {}, [None], [[]], 1e308, -1e308, 10**30, "9" * 300]
 
 
@@ -99,7 +99,7 @@ def edit_row(folder: Path, rng: random.Random, _other: Path) -> None:
 
 
 def claim_another(folder: Path, rng: random.Random, other: Path) -> None:
-    """A row that says another seed, model or data set, as the other audit has them, and other figures."""
+    """Give a row the other audit's seed, model or data set, and other figures."""
     path, lines, place = some_row(folder, rng, "results.jsonl")
     theirs = json.loads((other / "config.json").read_text())
     row = json.loads(lines[place])
@@ -195,11 +195,11 @@ DAMAGES = (
 )
 
 
-# -- what comes of it --------------------------------------------------------------------------------------------------
+# -- outcomes ----------------------------------------------------------------------------------------------------------
 
 
 def outcome(folder: Path) -> object:
-    """All that a reader takes from an audit, but the times."""
+    """Everything that a reader learns from an audit, except for the times."""
     audit = read(folder)
     rows = [
         sorted(repr({key: value for key, value in vars(row).items() if key not in TIMES}) for row in group)
@@ -214,13 +214,13 @@ def outcome(folder: Path) -> object:
 
 
 def pictures(folder: Path) -> set[str]:
-    """What the page shows, image by image."""
+    """The images that the page shows."""
     page = (folder / "report.html").read_text()
     return {part.partition('"')[0] for part in page.split('src="data:image/png;base64,')[1:]}
 
 
 def tried(action) -> tuple[str, str]:
-    """How an action ended: ended, refused (in one line) or raw, with the words."""
+    """How an action ended: "ended", "refused" (in one line) or "raw", with the message."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -232,30 +232,30 @@ def tried(action) -> tuple[str, str]:
     return "ended", ""
 
 
-def judged(config: AuditConfig, folder: Path, whole: object, shown: set[str]) -> tuple[str, str]:
-    """refused, same, raw or silent; an unfinished audit that says so is finished by resuming."""
+def judged(config: AuditConfig, folder: Path, expected: object, shown: set[str]) -> tuple[str, str]:
+    """How a damaged folder ends: "refused", "same", "raw" or "silent"; an audit that is unfinished is resumed."""
     (folder / "report.html").unlink(missing_ok=True)
-    reported, words = tried(lambda: report.write(folder))
+    reported, message = tried(lambda: report.write(folder))
     if reported == "raw":
-        return "raw", words
+        return "raw", message
     if reported == "ended":
         audit = read(folder)
         unfinished = audit.missing_attempts() or audit.missing_utility() or audit.torn
-        if not unfinished and outcome(folder) != whole:
+        if not unfinished and outcome(folder) != expected:
             return "silent", "the report"
         if not pictures(folder) <= shown:
             return "silent", "an image of the report"
         if unfinished and not any("not complete" in line or "cut short" in line for line in report.verdict(folder)):
             return "silent", "an unfinished audit"
-    resumed, said = tried(lambda: run(config, folder, resume=True))
+    resumed, message = tried(lambda: run(config, folder, resume=True))
     if resumed == "ended":
-        again, said = tried(lambda: report.write(folder))
+        again, message = tried(lambda: report.write(folder))
         if again == "ended":
-            if outcome(folder) != whole or not pictures(folder) <= shown:
+            if outcome(folder) != expected or not pictures(folder) <= shown:
                 return "silent", "what was resumed"
             return "same", ""
         resumed = again
-    return resumed, said
+    return resumed, message
 
 
 def test_damage_is_refused_or_harmless(audits, tmp_path):
@@ -270,10 +270,10 @@ def test_damage_is_refused_or_harmless(audits, tmp_path):
         folder = tmp_path / "damaged"
         shutil.copytree(whole, folder)
         damage(folder, rng, other)
-        how, words = judged(config, folder, expected, shown)
-        found[how] += 1
-        if how in ("silent", "raw"):
-            failures.append(f"{number} {damage.__name__}: {how}: {words[:200]}")
+        verdict, message = judged(config, folder, expected, shown)
+        found[verdict] += 1
+        if verdict in ("silent", "raw"):
+            failures.append(f"{number} {damage.__name__}: {verdict}: {message[:200]}")
         shutil.rmtree(folder)
     print(f"{CASES} damaged folders: {dict(found)}")
     assert failures == []

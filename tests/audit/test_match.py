@@ -1,4 +1,4 @@
-"""The search for a strength, on costs that are known in closed form and on real ones."""
+"""The search for a strength, with costs that are known in closed form and with measured ones."""
 
 import math
 
@@ -15,7 +15,7 @@ def noise_power(defense):
 
 
 @pytest.mark.parametrize("target", [1e-4, 0.5, 20.0])
-def test_the_strength_is_where_the_cost_is_the_target(target):
+def test_the_cost_at_the_strength_found_is_the_target(target):
     price = Price.parse(f"power={target}")
     ended = match(gradveil.defense("gaussian-noise"), price, noise_power)
     assert ended.found.std == pytest.approx(math.sqrt(target / 1000), rel=0.06)
@@ -45,7 +45,7 @@ def test_other_parameters_stay_and_compositions_are_searched_inside():
         ("secure-aggregation", lambda _: 0.2, "has no parameter that makes it stronger or weaker"),
     ],
 )
-def test_what_cannot_be_matched_is_said(name, cost, message):
+def test_a_defense_that_cannot_be_matched_gets_a_reason(name, cost, message):
     ended = match(gradveil.defense(name), Price.parse("bytes"), cost)
     assert (ended.found is None) == (message is not None)
     assert message is None or message in ended.reason

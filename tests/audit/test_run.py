@@ -21,7 +21,7 @@ from gradveil.defenses import DEFENSES, Perturbation, Prepared
 
 @pytest.fixture
 def data_file(tmp_path, two_blobs) -> Path:
-    """The small data set as a user's npz."""
+    """The small data set as an npz file of the user's own."""
     path = tmp_path / "blobs.npz"
     arrays = {}
     for name, split in (("train", two_blobs.train), ("test", two_blobs.test)):
@@ -80,12 +80,12 @@ def test_an_audit_writes_what_the_contract_says(data_file, tmp_path):
     assert AuditConfig.from_json(described) == config_for(data_file)
 
 
-def test_bounds_are_written_where_they_exist(data_file, tmp_path):
+def test_bounds_are_written_if_they_exist(data_file, tmp_path):
     config = config_for(
         data_file,
         defenses=("gaussian-noise:std=0.5", "optimal-noise:form=global", "optimal-noise", "optimal-pruning"),
         attacks=("idlg:iterations=1",),
-        model="mlp:activation=sigmoid",  # a ReLU that is off in all public images would get no noise at all
+        model="mlp:activation=sigmoid",  # a ReLU that is off for all public images would get no noise at all
         rounds=1,
     )
     run(config, tmp_path / "out")
@@ -94,7 +94,7 @@ def test_bounds_are_written_where_they_exist(data_file, tmp_path):
         bounds.setdefault(row["defense_spec"], set()).add(row["bound_mse"])
     none, uniform, by_public, local, pruning = (bounds.pop(spec) for spec in config.defenses)
     assert none == local == pruning == bounds.pop(None) == {None}
-    assert len(uniform) == len(by_public) == 1  # one bound a defense, whatever chunk its victims are in
+    assert len(uniform) == len(by_public) == 1  # one bound per defense, whatever chunk its victims are in
     assert 0 < uniform.pop() < 0.01
     assert 0 < by_public.pop() < 0.01
 
@@ -110,7 +110,7 @@ def test_batches_are_audited_with_one_assignment(data_file, tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
-    """SIGKILL at several moments; every resumed audit ends with the rows of an uninterrupted one, none twice."""
+    """Killed at several moments, every resumed audit ends with the rows of an uninterrupted one, none twice."""
     config = config_for(data_file)
     run(config, tmp_path / "whole")
     expected = comparable(rows(tmp_path / "whole"))
@@ -129,14 +129,14 @@ def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
         kills += process.returncode == -signal.SIGKILL
     assert kills >= 2
     with (folder / "results.jsonl").open("ab") as file:
-        file.write(b'{"defense": "no')  # as a kill in the middle of a write leaves it
+        file.write(b'{"defense": "no')  # what a kill in the middle of a write leaves
     finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert comparable(rows(folder)) == expected
     assert [row["defense_spec"] for row in rows(folder, "utility.jsonl")] == list(config.defenses)
 
 
-def test_an_unfinished_chunk_runs_again_whole_and_adds_only_what_is_missing(data_file, tmp_path):
+def test_an_unfinished_chunk_runs_again_completely_and_adds_only_missing_rows(data_file, tmp_path):
     config = config_for(data_file)
     run(config, tmp_path / "out")
     path = tmp_path / "out" / "results.jsonl"
@@ -151,7 +151,7 @@ def test_an_unfinished_chunk_runs_again_whole_and_adds_only_what_is_missing(data
 def test_results_are_never_overwritten(data_file, tmp_path):
     config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
     run(config, tmp_path / "out")
-    with pytest.raises(OutputError, match="holds an audit already; go on with --resume"):
+    with pytest.raises(OutputError, match="holds an audit already; continue it with --resume"):
         run(config, tmp_path / "out")
     with pytest.raises(OutputError, match="seed was 0, now 1.*rows of both would be mixed"):
         run(
@@ -161,7 +161,7 @@ def test_results_are_never_overwritten(data_file, tmp_path):
         )
 
 
-def test_results_that_nothing_explains_are_not_adopted(data_file, tmp_path):
+def test_results_without_a_config_are_not_adopted(data_file, tmp_path):
     config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
     run(config, tmp_path / "out")
     (tmp_path / "out" / "config.json").unlink()
@@ -189,7 +189,7 @@ def build(input_shape, classes):
 @pytest.mark.parametrize(
     ("old", "new", "differs"),
     [
-        ("nn.ReLU()", "nn.Sigmoid()", "model_file_digest was"),  # in no weight
+        ("nn.ReLU()", "nn.Sigmoid()", "model_file_digest was"),  # the weights do not show it
         ("return", "nn.Linear(1, 1); return", "model_file_digest was"),  # draws other weights
     ],
 )
@@ -200,7 +200,7 @@ def test_another_model_under_the_same_name_is_not_mixed_in(data_file, tmp_path, 
     run(config, tmp_path / "out")
     run(config, tmp_path / "out", resume=True)
     file.write_text(OWN_MODEL.replace(old, new))
-    with pytest.raises(OutputError, match=f"{differs}.*or bring back what it ran with"):
+    with pytest.raises(OutputError, match=f"{differs}.*or restore what it ran with"):
         run(config, tmp_path / "out", resume=True)
 
 
@@ -223,7 +223,7 @@ def test_a_model_file_that_changed_is_not_run(data_file, tmp_path):
     assert (tmp_path / "ran").exists(), "the file would have touched it; else this test shows nothing"
 
 
-def test_a_row_that_says_another_seed_is_refused_before_anything_runs(data_file, tmp_path):
+def test_a_row_with_another_seed_is_refused_before_anything_runs(data_file, tmp_path):
     config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",), rounds=1)
     run(config, tmp_path / "out")
     path = tmp_path / "out" / "results.jsonl"
@@ -261,7 +261,7 @@ def test_two_audits_do_not_write_into_one_folder(data_file, tmp_path):
         run(config_for(data_file), tmp_path / "out")
 
 
-def test_the_undefended_baseline_comes_first_wherever_it_is_named(data_file, tmp_path):
+def test_the_undefended_baseline_comes_first_wherever_it_is_listed(data_file, tmp_path):
     config = config_for(data_file, defenses=("top-k:keep=0.01", "none"), attacks=("idlg:iterations=1",), lr=0.1)
     run(config, tmp_path / "out")
     undefended, top_k = rows(tmp_path / "out", "utility.jsonl")
@@ -303,7 +303,7 @@ def test_a_model_in_double_precision_is_audited(data_file, tmp_path):
 
 
 def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, monkeypatch):
-    """The whole way through: public images, an announcement, the share that needs both."""
+    """From end to end: public images, an announcement, and updates that need both."""
     monkeypatch.setattr(DEFENSES, "_factories", dict(DEFENSES._factories))
 
     @DEFENSES.register("whole-way")
@@ -330,7 +330,7 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
     assert [row["defense"] for row in rows(tmp_path / "out", "utility.jsonl")] == ["none", "whole-way"]
 
 
-def test_what_a_client_truly_trained_on_is_scored_too(data_file, tmp_path):
+def test_what_a_client_really_trained_on_is_scored_too(data_file, tmp_path):
     defenses = ("ats:policy=invert", "ats:policy=flip+top-k:keep=0.9", "dp-sgd:noise_multiplier=2")
     config = config_for(data_file, defenses=defenses, attacks=("idlg:iterations=60",), victims=1)
     run(config, tmp_path / "out")
@@ -350,7 +350,7 @@ def test_more_victims_than_images_are_refused(data_file, tmp_path):
         run(config_for(data_file, victims=61), tmp_path / "out")
 
 
-def test_missing_lpips_weights_are_said(data_file, tmp_path, monkeypatch):
+def test_missing_lpips_weights_are_reported(data_file, tmp_path, monkeypatch):
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
     monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "nothing"))
     config = config_for(data_file, defenses=("none",), attacks=("idlg:iterations=1",))
@@ -360,7 +360,7 @@ def test_missing_lpips_weights_are_said(data_file, tmp_path, monkeypatch):
 
 
 def test_an_active_server_is_audited_on_the_model_it_sent(data_file, tmp_path):
-    """Both blocks recover undefended images, and the defense runs on the changed model like on any other."""
+    """Both blocks recover undefended images, and the defense runs on the changed model as on any other."""
     config = config_for(
         data_file,
         model="lenet",
@@ -384,7 +384,7 @@ def test_an_active_server_is_audited_on_the_model_it_sent(data_file, tmp_path):
 
 
 def attackers(folder):
-    """Which attackers each defense met."""
+    """The attackers that each defense met."""
     met = {}
     for row in rows(folder):
         met.setdefault(row["defense"], set()).add(row["adaptive"])
@@ -409,7 +409,7 @@ def test_a_defense_meets_attackers_that_know_it_and_that_do_not(data_file, tmp_p
 
 
 @pytest.mark.parametrize("adaptive", [True, False])
-def test_one_kind_of_attacker_alone(data_file, tmp_path, adaptive):
+def test_only_one_kind_of_attacker(data_file, tmp_path, adaptive):
     run(config_for(data_file, adaptive=adaptive, **ADAPTIVE), tmp_path / "out")
     assert attackers(tmp_path / "out") == {None: {False}, "none": {False}, "refiner": {adaptive}}
 
@@ -449,18 +449,18 @@ def test_a_defense_is_prepared_once_for_all_attacks_and_chunks(data_file, tmp_pa
     prepared.clear()
     active = ("robbing-the-fed:bins=8", "idlg:iterations=1")
     run(config_for(data_file, model="lenet", defenses=("counting",), attacks=active), tmp_path / "active")
-    assert len({id(task) for task in prepared}) == 2  # the model that the active server sends is another one
+    assert len({id(task) for task in prepared}) == 2  # the active server sends another model
     assert len(prepared) == 3
 
 
-def test_how_the_search_went_is_written(data_file, tmp_path):
+def test_the_losses_of_the_search_are_written(data_file, tmp_path):
     attacks = ("idlg:iterations=20,restarts=3", "dlg:iterations=1", "r-gap")
     run(config_for(data_file, defenses=("none",), attacks=attacks, rounds=1), tmp_path / "out")
     by_attack = {row["attack"]: row for row in rows(tmp_path / "out")}
     searched = by_attack["idlg"]
     assert searched["loss_start"] > searched["loss_late"] >= searched["loss"] == min(searched["loss_restarts"])
     assert len(searched["loss_restarts"]) == 3
-    assert by_attack["r-gap"]["loss_start"] is None  # a closed form searches for nothing
+    assert by_attack["r-gap"]["loss_start"] is None  # a closed form does not search
 
 
 def test_power_is_what_was_changed(data_file, tmp_path):
@@ -472,8 +472,8 @@ def test_power_is_what_was_changed(data_file, tmp_path):
     assert power["precode"] is power[None] is None  # another model, so no gradient to compare with
 
 
-def test_aggregated_clients_are_seen_as_the_defense_lets_them(data_file, tmp_path):
-    """Behind a sum the attacker looks for all images at once; without one, client by client."""
+def test_aggregated_clients_are_seen_as_the_defense_allows(data_file, tmp_path):
+    """If only the sum is seen, the attacker searches for all images at once; otherwise client by client."""
     config = config_for(
         data_file,
         defenses=("secure-aggregation",),

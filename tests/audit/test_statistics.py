@@ -1,4 +1,4 @@
-"""Intervals against scipy, ranks against the definition, and how often an interval holds what it should."""
+"""Intervals against scipy, ranks against their definition, and how often an interval holds the true median."""
 
 import math
 
@@ -45,18 +45,18 @@ def test_paired_differences_are_those_of_scipy(victims):
     assert wide.low <= ours.low <= narrow.low
     assert narrow.high <= ours.high <= wide.high
     assert ours.separated
-    # As if the victims were not the same, nothing could be said.
+    # If the victims were treated as different ones, nothing could be concluded.
     assert not median_interval(ones).low > median_interval(others).high
 
 
 @pytest.mark.parametrize("draw", ["normal", "skewed", "heavy"])
-def test_intervals_hold_the_true_median_as_often_as_said(draw):
+def test_intervals_hold_the_true_median_as_often_as_promised(draw):
     generator = np.random.default_rng(0)
     samples = generator.standard_t(3, (300, 8)) if draw == "heavy" else generator.normal(size=(300, 8))
     if draw == "skewed":
         samples = np.exp(samples) - 1
     held = sum(found.low <= 0 <= found.high for found in map(median_interval, samples))
-    assert held >= 0.88 * 300  # 92 % and more in the long run; 300 samples are three standard errors from 88 %
+    assert held >= 0.88 * 300  # at least 92 % in the long run; with 300 samples, 88 % is three standard errors below
 
 
 def test_equal_rows_give_equal_intervals():
@@ -108,7 +108,7 @@ def test_without_enough_victims_there_is_no_ranking():
 
 
 @pytest.mark.parametrize(("found", "victims"), [(0, 1), (0, 8), (3, 8), (7, 8)])
-def test_the_possible_share_is_where_so_few_become_unlikely(found, victims):
+def test_at_the_possible_share_so_few_become_unlikely(found, victims):
     assert stats.binom.cdf(found, victims, possible_share(found, victims)) == pytest.approx(0.05)
 
 

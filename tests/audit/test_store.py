@@ -19,7 +19,7 @@ def test_a_torn_line_is_dropped_and_the_rest_kept(tmp_path):
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"a": 1}, {"a": 2}, {"a": 3}]
 
 
-def test_a_whole_last_line_without_its_end_is_kept_and_ended(tmp_path):
+def test_a_complete_last_line_without_a_line_end_is_kept_and_ended(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"a": 1}\n{"a": 2}')
     lines = JsonLines(path)
@@ -31,7 +31,7 @@ def test_a_whole_last_line_without_its_end_is_kept_and_ended(tmp_path):
 
 @pytest.fixture
 def full_disk():
-    """No file can grow beyond 1,000 bytes: a write stops in the middle, as on a disk that is full."""
+    """No file can grow beyond 1,000 bytes: a write stops in the middle, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
     yield
@@ -40,7 +40,7 @@ def full_disk():
 
 @pytest.mark.usefixtures("full_disk")
 @pytest.mark.parametrize("size", [600, 20_000])
-def test_a_full_disk_is_said_and_leaves_no_half_row(tmp_path, size):
+def test_a_full_disk_is_reported_and_leaves_no_partial_row(tmp_path, size):
     lines = JsonLines(tmp_path / "rows.jsonl")
     lines.append([{"a": "x" * 500}])
     before = lines.path.read_bytes()
@@ -83,7 +83,7 @@ def test_the_writer_checks_what_it_writes(tmp_path, changes, message):
     assert SealedLines(tmp_path / "match.jsonl", MatchRow, {"digest": "a" * 16, "metrics": {}}).rows == [match_row()]
 
 
-def test_a_method_is_known_by_its_spec_and_by_what_its_attacker_knows():
+def test_a_method_is_identified_by_its_spec_and_by_what_its_attacker_knows():
     plain, adaptive = MethodId("idlg:iterations=3"), MethodId("idlg:iterations=3", adaptive=True)
     assert (plain.name, plain.words, adaptive.words) == ("idlg", "idlg:iterations=3", "idlg:iterations=3 (adaptive)")
     assert len({plain, adaptive, MethodId("idlg:iterations=3")}) == 2
@@ -97,7 +97,7 @@ def test_a_broken_line_is_named(tmp_path):
         JsonLines(path)
 
 
-def test_numbers_that_json_does_not_know_are_refused(tmp_path):
+def test_numbers_that_json_cannot_hold_are_refused(tmp_path):
     lines = JsonLines(tmp_path / "rows.jsonl")
     with pytest.raises(ValueError, match="not JSON compliant"):
         lines.append([{"a": float("nan")}])
@@ -121,7 +121,7 @@ def test_names_of_short_specs_are_readable():
     assert slug("dp-sgd:clip=1.0,noise_multiplier=2.0") == "dp-sgd-clip=1.0-noise_multiplier=2.0"
 
 
-def test_every_spec_has_a_name_of_its_own_that_a_file_can_have(tmp_path):
+def test_every_spec_has_its_own_valid_file_name(tmp_path):
     long = "ats:policy=" + "|".join(f"rotate@{angle}>flip>shift@{angle}" for angle in range(-90, 90))
     specs = ["ats:policy=flip|invert", "ats:policy=flip>invert", "ats:policy=rotate@-15", "ats:policy=rotate@15"]
     specs += [long, long[:-1], "../up", "up", "a b", "a-b", "faces.npz", "gesichter/é.npz"]

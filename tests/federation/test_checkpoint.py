@@ -1,4 +1,4 @@
-"""Kill and resume: the identical end. Run as a script, this file is the training that gets killed."""
+"""A killed and resumed training ends identically. Run as a script, this file is the training that gets killed."""
 
 import dataclasses
 import errno
@@ -35,7 +35,7 @@ TRAINING = Training(
     checkpoint_every=3,
     seed=4,
 )
-RAM = 20_000  # bytes: of the residuals of six clients, two fit
+RAM = 20_000  # bytes: enough for the residuals of two of the six clients
 
 
 def blobs() -> Dataset:
@@ -63,7 +63,7 @@ def assert_identical(one, other):
     assert [r.upload_bytes for r in one.rounds] == [r.upload_bytes for r in other.rounds]
 
 
-def test_a_task_without_classes_goes_on_from_its_checkpoint(tmp_path):
+def test_a_task_without_classes_is_resumed_from_its_checkpoint(tmp_path):
     """It has no accuracy, whatever the training says about evaluations."""
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 1))
     task = gradveil.Task(
@@ -77,16 +77,16 @@ def test_a_task_without_classes_goes_on_from_its_checkpoint(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         train(*job, checkpoint=tmp_path, watch=stop)
-    resumed, whole = train(*job, checkpoint=tmp_path, resume=True), train(*job)
+    resumed, uninterrupted = train(*job, checkpoint=tmp_path, resume=True), train(*job)
     assert {record.accuracy for record in resumed.rounds} == {None}
     assert [number for number, _ in resumed.history] == [10]
     assert math.isnan(resumed.accuracy)
-    assert resumed.loss == whole.loss < whole.rounds[0].loss
+    assert resumed.loss == uninterrupted.loss < uninterrupted.rounds[0].loss
 
 
 @pytest.mark.slow
 def test_kill_and_resume_give_the_identical_weights(tmp_path):
-    """The process dies by SIGKILL after round 8; round 6 was saved, and memories of later rounds lie on disk."""
+    """The process dies by SIGKILL after round 8; round 6 was saved, and memories of later rounds are on disk."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     killed = subprocess.run([sys.executable, __file__, str(tmp_path)], env=environment, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -103,7 +103,7 @@ class Crash(Exception):
 
 @pytest.mark.parametrize("fatal", range(1, 30, 4))
 def test_a_crash_in_the_middle_of_any_write_loses_nothing(tmp_path, monkeypatch, fatal):
-    """The n-th file is written but never gets its name; then the training goes on."""
+    """The n-th file is written but never renamed to its final name; then the training is resumed."""
     replace, count = os.replace, 0
 
     def crash(*arguments):
@@ -123,7 +123,7 @@ def test_a_crash_in_the_middle_of_any_write_loses_nothing(tmp_path, monkeypatch,
 @pytest.mark.parametrize("fatal", [1, 4, 7, 13, 20])
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path, monkeypatch, call, fatal):
-    """At the n-th write of a memory or a checkpoint: no half file is left, and the training goes on from the last."""
+    """At the n-th write of a memory or checkpoint: no partial file is left, and the training can be resumed."""
     real, count = getattr(os, call), 0
 
     def full(*arguments):
@@ -152,13 +152,13 @@ def test_a_finished_training_is_not_run_again(tmp_path):
 def test_only_the_files_of_the_checkpoint_are_left(tmp_path):
     run(tmp_path)
     files = sorted(path.name.split("-")[1] for path in (tmp_path / "memories").iterdir())
-    assert files == sorted(set(files))  # one a client
+    assert files == sorted(set(files))  # one per client
     assert 1 <= len(files) <= TRAINING.clients
 
 
 def test_another_training_is_refused(tmp_path):
     run(tmp_path, training=dataclasses.replace(TRAINING, rounds=2))
-    with pytest.raises(OutputError, match="holds a training already; go on with resume"):
+    with pytest.raises(OutputError, match="holds a training already; continue it with resume"):
         run(tmp_path)
     with pytest.raises(OutputError, match="holds another training: rounds was 2, is 10"):
         run(tmp_path, resume=True)
@@ -183,7 +183,7 @@ def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
 def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_path):
     short = dataclasses.replace(TRAINING, rounds=1)
 
-    def go_on(activation=torch.nn.ReLU, loss="cross-entropy", **normalisation):
+    def begin_or_resume(activation=torch.nn.ReLU, loss="cross-entropy", **normalisation):
         torch.manual_seed(0)
         linear = torch.nn.Linear(64, 4), torch.nn.Linear(4, 2)
         model = torch.nn.Sequential(torch.nn.Flatten(), linear[0], activation(), linear[1])
@@ -194,15 +194,15 @@ def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_
     def squared(outputs, labels):
         return (outputs.gather(1, labels[:, None]) - 1).square().mean()
 
-    go_on()
-    go_on()
+    begin_or_resume()
+    begin_or_resume()
     for other in ({"activation": torch.nn.Tanh}, {"mean": [0.5], "std": [0.5]}, {"loss": squared}):
         with pytest.raises(OutputError, match=r"holds another training: model was \w{16}, is \w{16}; choose another"):
-            go_on(**other)
+            begin_or_resume(**other)
 
 
 def test_resume_never_begins_a_training(tmp_path):
-    with pytest.raises(OutputError, match=r"expected a folder with a checkpoint .* which is not there; begin without"):
+    with pytest.raises(OutputError, match=r"expected a folder with a checkpoint .* which does not exist; begin"):
         run(tmp_path / "new", resume=True)
     assert not (tmp_path / "new").exists()
     with pytest.raises(OutputError, match="which holds none; begin without resume"):
@@ -222,7 +222,7 @@ def test_two_trainings_do_not_write_into_one_folder(tmp_path):
         (tmp_path / FILE).unlink()
 
     first = run(tmp_path, training=short, watch=second)
-    assert_identical(first, run(tmp_path, training=short, resume=True))  # the lock has gone with the first one
+    assert_identical(first, run(tmp_path, training=short, resume=True))  # the lock is released with the first training
 
 
 def test_memories_left_by_a_training_without_a_checkpoint_are_not_taken_over(tmp_path):
@@ -230,7 +230,7 @@ def test_memories_left_by_a_training_without_a_checkpoint_are_not_taken_over(tmp
         pass
 
     def stop(record):
-        if record.round == 1:  # memories lie on disk, the first checkpoint would come after round 2
+        if record.round == 1:  # memories are on disk, the first checkpoint would come after round 2
             raise Stopped
 
     with pytest.raises(Stopped):
@@ -255,9 +255,9 @@ def test_a_flipped_bit_in_any_byte_of_a_file_is_noticed(tmp_path):
     tensors, about = load(path, digest)
     assert torch.equal(tensors["w"], torch.ones(2))
     assert (about, tensors["none"].shape) == ({"text": "sha256"}, (0, 3))
-    for place in range(len(content)):
+    for position in range(len(content)):
         damaged = bytearray(content)
-        damaged[place] ^= 1 << place % 8
+        damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
         with pytest.raises(DataError, match="expected a file"):
             load(path)
@@ -276,7 +276,7 @@ def test_a_flipped_bit_in_any_byte_of_a_file_is_noticed(tmp_path):
         ({"version": 2, "identity": [1]}, "got a damaged one"),
     ],
 )
-def test_another_file_of_ours_is_refused(tmp_path, about, words):
+def test_another_gradveil_file_is_refused(tmp_path, about, words):
     save_atomically(tmp_path / FILE, {"w": torch.ones(1)}, about)
     with pytest.raises(DataError, match=words):
         run(tmp_path, resume=True)
@@ -287,10 +287,10 @@ def put(*path_and_value):
 
     def edit(about, _tensors):
         *path, last, value = path_and_value
-        box = about
+        container = about
         for key in path:
-            box = box[key]
-        box[last] = value(box[last]) if callable(value) else value
+            container = container[key]
+        container[last] = value(container[last]) if callable(value) else value
 
     return edit
 
@@ -307,7 +307,7 @@ def fill(value):
 
 
 def one_round_less_for_every_client(about, _tensors):
-    """A lower epsilon, with faults that explain it; but the records know better."""
+    """A lower epsilon, with faults that explain it; but the records contradict them."""
     about["faults"] += [[5, client, "not finite", "made up"] for client in sorted(choose_clients(TRAINING, 5))]
     for entry in about["rounds_of"]:
         entry[1] -= entry[0] in choose_clients(TRAINING, 5)
@@ -319,21 +319,21 @@ def absent(client):
 
 LAYER = "parameters/features.1.weight"
 WRONG = {
-    "rounds_of lower": (put("rounds_of", 0, 1, lambda count: count - 1), "clients took part in .* rounds, by the seed"),
-    "rounds_of empty": (put("rounds_of", []), "by the seed in"),
-    "rounds_of no list": (put("rounds_of", {"0": 3}), "by the seed in"),
-    "rounds_of explained": (one_round_less_for_every_client, "round 5 has 3 clients, by its faults 0"),
-    "one missing": (absent(choose_clients(TRAINING, 5)[0]), "round 5 has 3 clients, by its faults 2"),
-    "stranger missing": (absent(({*range(6)} - {*choose_clients(TRAINING, 5)}).pop()), "others had faults than"),
+    "rounds_of lower": (put("rounds_of", 0, 1, lambda count: count - 1), "clients took part in .*, but the seed"),
+    "rounds_of empty": (put("rounds_of", []), "but the seed says"),
+    "rounds_of no list": (put("rounds_of", {"0": 3}), "but the seed says"),
+    "rounds_of explained": (one_round_less_for_every_client, "round 5 has 3 clients, but its faults leave 0"),
+    "one missing": (absent(choose_clients(TRAINING, 5)[0]), "round 5 has 3 clients, but its faults leave 2"),
+    "stranger missing": (absent(({*range(6)} - {*choose_clients(TRAINING, 5)}).pop()), "clients with faults do not"),
     "number": (put("number", 7), "the number of records is 6"),
     "number beyond": (put("number", 11), "the next round is 11, expected a whole number from 0 to 10"),
     "number true": (put("number", True), "the next round is True"),
     "number text": (put("number", "6"), "the next round is '6'"),
-    "steps": (put("steps", 5), "the server made 5 steps, by the records 6"),
+    "steps": (put("steps", 5), "the server took 5 steps, but the records say 6"),
     "diverged": (put("diverged", 2), "the round of divergence is 2"),
-    "diverged now": (put("diverged", 6), "the server made 6 steps, by the records 7"),
+    "diverged now": (put("diverged", 6), "the server took 6 steps, but the records say 7"),
     "records": (put("records", lambda records: records[:-1]), "the number of records is 5"),
-    "clients": (put("records", 2, 1, 2), "round 2 has 2 clients, by its faults 3"),
+    "clients": (put("records", 2, 1, 2), "round 2 has 2 clients, but its faults leave 3"),
     "loss": (put("records", 2, 2, "low"), "the loss of round 2 is 'low'"),
     "accuracy": (put("records", 1, 3, 1.5), "the accuracy of round 1 is 1.5"),
     "accuracy missing": (put("records", 1, 3, None), "the accuracy of round 1 is None"),
@@ -358,7 +358,7 @@ WRONG = {
     "type": (tensor(LAYER, lambda value: value.double()), "parameters: 'features.1.weight' is .*float64"),
     "weights": (tensor(LAYER, fill(float("nan"))), "parameters: 'features.1.weight' holds NaN or infinity"),
     "moment": (tensor("first/features.1.bias", fill(float("inf"))), "first: 'features.1.bias' holds NaN or infinity"),
-    "square": (tensor("second/features.1.bias", fill(-1.0)), "second: 'features.1.bias' holds what no square can be"),
+    "square": (tensor("second/features.1.bias", fill(-1.0)), "second: .* holds values that no square can have"),
 }
 
 
@@ -377,8 +377,8 @@ def stopped_training(tmp_path_factory):
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_whole_file_that_does_not_fit_the_training_is_refused(stopped_training, tmp_path, wrong):
-    """The digest is right; only what it says cannot be."""
+def test_an_undamaged_file_that_does_not_fit_the_training_is_refused(stopped_training, tmp_path, wrong):
+    """The digest is right, but the content cannot be."""
     shutil.copytree(stopped_training, tmp_path / "copy")
     path, (edit, words) = tmp_path / "copy" / FILE, WRONG[wrong]
     tensors, about = load(path)
@@ -388,18 +388,18 @@ def test_a_whole_file_that_does_not_fit_the_training_is_refused(stopped_training
     with pytest.raises(DataError, match=words) as refused:
         run(path.parent, resume=True)
     assert "\n" not in str(refused.value)
-    assert sorted((path.parent / "memories").iterdir()) == before  # what cannot be read is not tidied up either
+    assert sorted((path.parent / "memories").iterdir()) == before  # a refused resume removes no files
 
 
 def test_what_is_rewritten_unchanged_is_resumed(stopped_training, tmp_path):
-    """So it is the edits that are refused in the test above."""
+    """This shows that the test above refuses the edits and not the rewriting."""
     shutil.copytree(stopped_training, tmp_path / "copy")
     save_atomically(tmp_path / "copy" / FILE, *load(tmp_path / "copy" / FILE))
     assert_identical(run(None), run(tmp_path / "copy", resume=True))
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("damage", "words"),
     [
         (lambda path, _: path.unlink(), "got no such file"),
         (lambda path, other: shutil.copy(other, path), "got another one"),
@@ -408,19 +408,19 @@ def test_what_is_rewritten_unchanged_is_resumed(stopped_training, tmp_path):
         (lambda path, _: (path.unlink(), path.mkdir()), "expected a file that can be read"),
     ],
 )
-def test_a_lost_or_exchanged_memory_is_noticed_at_once(stopped_training, tmp_path, spoil, words):
+def test_a_lost_or_exchanged_memory_is_noticed_at_once(stopped_training, tmp_path, damage, words):
     shutil.copytree(stopped_training, tmp_path / "copy")
     folder = tmp_path / "copy"
     _, about = load(folder / FILE)
     one, other, *_ = (folder / "memories" / f"client-{c}-{v}.safetensors" for c, v, _ in about["memories"])
-    spoil(one, other)
+    damage(one, other)
     with pytest.raises(DataError, match=words):
         run(folder, resume=True, watch=lambda record: pytest.fail(f"ran {record}"))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SomeNaN(StepDefense):
-    """Now and then a client has nothing finite to send."""
+    """Some clients have nothing finite to send."""
 
     name = "some-nan"
 
@@ -430,7 +430,7 @@ class SomeNaN(StepDefense):
         return {name: factor * value for name, value in gradients.items()}
 
 
-def resumed_and_whole(folder, task, defense, training, stop_after):
+def resumed_and_uninterrupted(folder, task, defense, training, stop_after):
     def stop(record):
         if record.round == stop_after:
             raise Crash
@@ -438,17 +438,17 @@ def resumed_and_whole(folder, task, defense, training, stop_after):
     options = {"execution": "loop"}
     with pytest.raises(Crash):
         train(task, blobs(), defense, training, checkpoint=folder, watch=stop, **options)
-    whole = train(task, blobs(), defense, training, **options)
-    return train(task, blobs(), defense, training, checkpoint=folder, resume=True, **options), whole
+    uninterrupted = train(task, blobs(), defense, training, **options)
+    return train(task, blobs(), defense, training, checkpoint=folder, resume=True, **options), uninterrupted
 
 
 def test_clients_with_nothing_to_send_do_not_stop_a_resume(tmp_path):
-    """They took no part in their rounds, so they are not among those from which epsilon is computed."""
+    """They took no part in these rounds, so the rounds do not count for their epsilon."""
     task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=2), input_shape=(1, 8, 8), classes=2)
-    resumed, whole = resumed_and_whole(tmp_path, task, SomeNaN(), TRAINING, 7)
-    assert whole.fault_counts["not finite"] > 3
-    assert resumed.faults == whole.faults
-    assert_identical(resumed, whole)
+    resumed, uninterrupted = resumed_and_uninterrupted(tmp_path, task, SomeNaN(), TRAINING, 7)
+    assert uninterrupted.fault_counts["not finite"] > 3
+    assert resumed.faults == uninterrupted.faults
+    assert_identical(resumed, uninterrupted)
 
 
 def test_batch_norm_statistics_are_resumed(tmp_path):
@@ -456,10 +456,10 @@ def test_batch_norm_statistics_are_resumed(tmp_path):
     layers = torch.nn.Linear(64, 4), torch.nn.BatchNorm1d(4), torch.nn.ReLU(), torch.nn.Linear(4, 2)
     task = gradveil.Task(torch.nn.Sequential(torch.nn.Flatten(), *layers), input_shape=(1, 8, 8), classes=2)
     short = dataclasses.replace(TRAINING, rounds=4, checkpoint_every=2)
-    resumed, whole = resumed_and_whole(tmp_path, task, gradveil.defense("none"), short, 2)
+    resumed, uninterrupted = resumed_and_uninterrupted(tmp_path, task, gradveil.defense("none"), short, 2)
     assert task.buffers
-    assert all(torch.equal(value, resumed.task.buffers[name]) for name, value in whole.task.buffers.items())
-    assert_identical(resumed, whole)
+    assert all(torch.equal(value, resumed.task.buffers[name]) for name, value in uninterrupted.task.buffers.items())
+    assert_identical(resumed, uninterrupted)
     tensors, about = load(tmp_path / FILE)
     name = next(name for name in tensors if name.endswith("running_mean"))
     save_atomically(tmp_path / FILE, {**tensors, name: torch.full_like(tensors[name], float("nan"))}, about)
@@ -469,7 +469,7 @@ def test_batch_norm_statistics_are_resumed(tmp_path):
 
 @pytest.mark.parametrize("optimiser", ["sgd", "adam"])
 def test_a_training_that_diverged_is_not_run_again(tmp_path, optimiser):
-    """Its last step led to infinity, so the moments may be infinite where the weights, those before it, are not."""
+    """Its last step was infinite, so the moments may be infinite although the weights, those before it, are finite."""
     training = dataclasses.replace(TRAINING, lr=3e38, optimiser=optimiser, schedule="constant")
     first = run(tmp_path, training=training, defense="none")
     assert first.diverged is not None

@@ -1,7 +1,7 @@
-"""Damaged checkpoints: each one is refused in words, or the training ends as if nothing had happened to it.
+"""Damaged checkpoints: each one is refused with a reason, or the training ends as if nothing had happened.
 
-The default run damages `DEFAULT` checkpoints. `GRADVEIL_FUZZ=600` in the environment makes it 600, and run as a script
-with a number (``python tests/federation/test_checkpoint_damage.py 600``) this file prints what became of so many.
+The default run damages `DEFAULT` checkpoints. `GRADVEIL_FUZZ=600` in the environment makes it 600. Run as a script with
+a number (``python tests/federation/test_checkpoint_damage.py 600``), this file prints the outcomes of that many.
 """
 
 import json
@@ -97,7 +97,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Victim:
-    """A stopped training, what it must end as, an earlier state of its folder and the folder of another training."""
+    """A stopped training, its expected result, an earlier state of its folder and the folder of another training."""
 
     job: Job
     folder: Path
@@ -106,8 +106,8 @@ class Victim:
     undamaged: TrainingResult
 
     @classmethod
-    def make(cls, job: Job, place: Path) -> "Victim":
-        folder, earlier, other, copy = (place / name for name in ("folder", "earlier", "other", "copy"))
+    def make(cls, job: Job, root: Path) -> "Victim":
+        folder, earlier, other, copy = (root / name for name in ("folder", "earlier", "other", "copy"))
 
         def stop(record: RoundRecord) -> None:
             if record.round == 2:
@@ -128,7 +128,7 @@ class Victim:
 
 
 def difference(expected: TrainingResult, got: TrainingResult, ran: set[int]) -> str | None:
-    """What is not as it should be; the times of the rounds that ran again may differ."""
+    """What differs from the expected result; the times of the rounds that ran again may differ."""
     pairs = [(value, got.task.parameters[name]) for name, value in expected.task.parameters.items()]
     if not all(torch.equal(one, other) for one, other in pairs):
         return "other weights"
@@ -140,7 +140,7 @@ def difference(expected: TrainingResult, got: TrainingResult, ran: set[int]) -> 
             result.diverged,
             result.accuracy,
             result.loss,
-            # As text, for a round without updates has NaN bytes.
+            # As text, because a round without updates has NaN bytes.
             [
                 repr(replace(record, **dict.fromkeys(TIMES, 0.0)) if record.round in ran else record)
                 for record in result.rounds
@@ -163,7 +163,7 @@ def some_file(rng: random.Random, folder: Path) -> Path:
 
 
 def memories(folder: Path) -> list[Path]:
-    """The memories that the checkpoint refers to; there may be newer ones, which nobody reads."""
+    """The memories that the checkpoint refers to; there may be newer ones, which are never read."""
     if not (folder / FILE).exists():
         return []
     with edited(folder / FILE, write=False) as (_, about, _data):
@@ -173,7 +173,7 @@ def memories(folder: Path) -> list[Path]:
 
 @contextmanager
 def edited(path: Path, *, write: bool = True) -> Iterator[tuple[dict[str, Any], Any, bytearray]]:
-    """Header, JSON and tensors of a file, written back as somebody would who knows the format and nothing of ours."""
+    """Header, JSON and tensors of a file, written back by somebody who knows safetensors but not gradveil's digest."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header, data = json.loads(content[8 : 8 + length]), bytearray(content[8 + length :])
@@ -227,7 +227,7 @@ def swap_tensors(rng: random.Random, _victim: Victim, folder: Path) -> None:
         names = [name for name in header if name != "__metadata__"]
         one = rng.choice(names)
         alike = [name for name in names if name != one and header[name]["shape"] == header[one]["shape"]]
-        # Of this network every tensor has its like: the moments. Two that are equal are not swapped.
+        # Every tensor of this network has one of the same shape: its moment. Two that are equal are not swapped.
         other = rng.choice([name for name in alike if tensor_of(header, name, data) != tensor_of(header, one, data)])
         header[one]["data_offsets"], header[other]["data_offsets"] = (
             header[other]["data_offsets"],
@@ -274,18 +274,18 @@ def change_a_number(rng: random.Random, _victim: Victim, folder: Path) -> None:
     """Anywhere in the JSON: the round, a client's rounds, a version, a position, a loss."""
     with edited(some_file(rng, folder)) as (_, about, _data):
         numbers = [
-            (box, key)
-            for box, key, value in leaves(about)
+            (container, key)
+            for container, key, value in leaves(about)
             if isinstance(value, int | float) and not isinstance(value, bool)
         ]
         if not numbers:  # a memory without sparse tensors
             about["sparse"] = {"residual/x": [2**62]}
             return
-        box, key = rng.choice(numbers)
-        if isinstance(box[key], float):
-            box[key] = rng.choice([box[key] * 1.5 + 1, -1.0, 10 * box[key] + 3])
+        container, key = rng.choice(numbers)
+        if isinstance(container[key], float):
+            container[key] = rng.choice([container[key] * 1.5 + 1, -1.0, 10 * container[key] + 3])
         else:
-            box[key] = rng.choice([box[key] + change for change in (-2, -1, 1, 2)])
+            container[key] = rng.choice([container[key] + change for change in (-2, -1, 1, 2)])
 
 
 def change_the_rounds_of_epsilon(rng: random.Random, _victim: Victim, folder: Path) -> None:
@@ -304,23 +304,23 @@ def change_the_rounds_of_epsilon(rng: random.Random, _victim: Victim, folder: Pa
 
 def change_the_structure(rng: random.Random, _victim: Victim, folder: Path) -> None:
     with edited(some_file(rng, folder)) as (_, about, _data):
-        box, key, value = rng.choice([*leaves(about), *((about, key, about[key]) for key in about)])
+        container, key, value = rng.choice([*leaves(about), *((about, key, about[key]) for key in about)])
         how = rng.randrange(4)
-        if how == 0 and isinstance(box, dict):
-            del box[key]
+        if how == 0 and isinstance(container, dict):
+            del container[key]
         elif how == 1:
-            box[key] = [value, value]
+            container[key] = [value, value]
         elif how == 2:
-            box[key] = "x" if value != "x" else "y"
+            container[key] = "x" if value != "x" else "y"
         else:
-            box[key] = {"round": value}
+            container[key] = {"round": value}
 
 
-def leaves(box: Any) -> list[tuple[Any, Any, Any]]:
+def leaves(container: Any) -> list[tuple[Any, Any, Any]]:
     """(container, key, value) of every value in JSON that contains no other."""
     found = []
-    for key, value in box.items() if isinstance(box, dict) else enumerate(box):
-        found += leaves(value) if isinstance(value, dict | list) else [(box, key, value)]
+    for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+        found += leaves(value) if isinstance(value, dict | list) else [(container, key, value)]
     return found
 
 
@@ -381,7 +381,7 @@ ALWAYS: tuple[Damage, ...] = (
 WITH_MEMORIES: tuple[Damage, ...] = (exchange_memories, bring_back_a_stale_memory)
 
 
-# -- what becomes of it ----------------------------------------------------------------------------------------------
+# -- outcomes --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -403,13 +403,13 @@ def resumed(victim: Victim, folder: Path, damage: str) -> Outcome:
     return Outcome("same", damage, "") if found is None else Outcome("silent", damage, found)
 
 
-def fuzz(count: int, place: Path) -> list[Outcome]:
-    victims = [Victim.make(job, place / name) for name, job in (("feedback", FEEDBACK), ("private", PRIVATE))]
+def fuzz(count: int, root: Path) -> list[Outcome]:
+    victims = [Victim.make(job, root / name) for name, job in (("feedback", FEEDBACK), ("private", PRIVATE))]
     cases = [(victims[0], damage) for damage in ALWAYS + WITH_MEMORIES] + [(victims[1], damage) for damage in ALWAYS]
     outcomes = []
     for number in range(count):
         victim, damage = cases[number % len(cases)]
-        folder = place / "damaged"
+        folder = root / "damaged"
         shutil.copytree(victim.folder, folder)
         damage(random.Random(number), victim, folder)
         outcomes.append(resumed(victim, folder, damage.__name__))
@@ -422,7 +422,7 @@ def test_no_damaged_checkpoint_is_resumed_silently_or_ends_in_a_raw_error(tmp_pa
     outcomes = fuzz(int(os.environ.get("GRADVEIL_FUZZ", DEFAULT)), tmp_path)
     assert [outcome for outcome in outcomes if outcome.kind not in ("refused", "same")] == []
     counted = Counter(outcome.kind for outcome in outcomes)
-    # An earlier checkpoint of a training without memories is whole and leads to the same end; all else is refused.
+    # An earlier checkpoint of a training without memories is valid and leads to the same end; all else is refused.
     same = {outcome.damage for outcome in outcomes if outcome.kind == "same"}
     assert same <= {take_an_earlier_checkpoint.__name__}
     assert counted["refused"] >= 0.9 * len(outcomes)

@@ -60,10 +60,10 @@ def randomness(client, purpose):
     return derived_generator(0, purpose, client)
 
 
-def asking(task, batches, local=None, memories=None):
-    """What each client is given."""
+def round_of(task, batches, local=None, memories=None):
+    """The clients, and the function that makes the `ClientRound` of each."""
 
-    def ask(client):
+    def make_round(client):
         inputs, targets = batches[client]
         return ClientRound(
             task=task,
@@ -74,14 +74,14 @@ def asking(task, batches, local=None, memories=None):
             local=local,
         )
 
-    return list(batches), ask
+    return list(batches), make_round
 
 
 def shared_by(execution, task, defense, batches, local, *, rounds=1, **options):
-    """All updates of several rounds with the same batches, by the public path of each execution."""
+    """The updates of several rounds with the same batches, computed by `Clients.share`."""
     memories = {client: {} for client in batches}
     clients = Clients(task, defense, Training(clients=100, batch_size=6, local=local), execution, **options)
-    return [clients.share(*asking(task, batches, local, memories)) for _ in range(rounds)]
+    return [clients.share(*round_of(task, batches, local, memories)) for _ in range(rounds)]
 
 
 def assert_same(one, other):
@@ -110,16 +110,16 @@ def test_batched_clients_equal_the_loop(task, local, sizes):
     assert not batched.failed
 
 
-def test_filling_up_needs_few_programs_and_changes_nothing():
+def test_padding_needs_few_programs_and_changes_nothing():
     """Batches of 1 to 8 images run as four programs: 1, 2, 4 and 8 images."""
     task = task_of("mlp")
     batches = batches_of(range(1, 9))
     clients = Clients(task, gradveil.defense("none"), Training(clients=100, batch_size=8), "batch")
     lengths, run = [], clients._batched._run
-    clients._batched._run = lambda weights, own, steps, length: (
-        lengths.append(length) or run(weights, own, steps, length)
+    clients._batched._run = lambda weights, own_weights, steps, length: (
+        lengths.append(length) or run(weights, own_weights, steps, length)
     )
-    batched = clients.share(*asking(task, batches))
+    batched = clients.share(*round_of(task, batches))
     assert lengths == [1, 2, 4, 8]
     for client, (images, labels) in batches.items():
         for name, value in task.gradients(images, labels).items():
@@ -132,8 +132,8 @@ def soft(batches):
 
 
 @pytest.mark.parametrize("local", LOCAL)
-def test_targets_that_are_no_class_numbers_are_batched_without_filling(local):
-    """Cross-entropy takes probabilities too, and none of them is one that it ignores."""
+def test_targets_that_are_not_class_numbers_are_batched_without_padding(local):
+    """Cross-entropy accepts probabilities too, and there is no probability that it ignores."""
     task, batches, none = task_of("mlp"), soft(batches_of(SIZES["unequal"])), gradveil.defense("none")
     [batched] = shared_by("batch", task, none, batches, LOCAL[local])
     [plain] = shared_by("loop", task, none, batches, LOCAL[local])
@@ -144,15 +144,15 @@ def test_targets_that_are_no_class_numbers_are_batched_without_filling(local):
             torch.testing.assert_close(batched.updates[client][name], value, rtol=1e-4, atol=1e-6)
 
 
-def test_one_class_number_per_example_is_no_need():
-    """A regression on two values per example, with a loss of its own."""
+def test_targets_need_not_be_one_class_number_per_example():
+    """A regression on two values per example, with a custom loss."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 2))
     task = gradveil.Task(model, lambda out, y: (out - y).square().mean(), input_shape=SHAPE, classes=2)
     batches = {
         client: (inputs, inputs[:, 0, 0, :2].contiguous()) for client, (inputs, _) in batches_of([6, 2, 5]).items()
     }
     none = gradveil.defense("none")
-    [batched], [plain] = (shared_by(how, task, none, batches, LOCAL["avg"]) for how in ("batch", "loop"))
+    [batched], [plain] = (shared_by(execution, task, none, batches, LOCAL["avg"]) for execution in ("batch", "loop"))
     assert_same(plain.updates, batched.updates)
 
 
@@ -167,7 +167,7 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
     defense, _ = defense.prepare(task, public=public, generator=randomness(0, "prepare"))
     batched = shared_by("batch", task, defense, batches, local, rounds=2)
     memories = {client: {} for client in batches}
-    for shared in batched:  # two rounds, so that memories count
+    for shared in batched:  # two rounds, so that memories matter
         plain = {
             client: defense.share(
                 task, *batch, generator=randomness(client, "share"), memory=memories[client], local=local
@@ -185,13 +185,13 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
 
 def test_chunks_do_not_matter():
     task, batches = task_of("mlp"), batches_of([4] * 7)
-    [whole] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None)
-    [cut] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, cache_bytes=1)
-    assert_same(whole.updates, cut.updates)
+    [together] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None)
+    [chunked] = shared_by("batch", task, gradveil.defense("gaussian-noise"), batches, None, cache_bytes=1)
+    assert_same(together.updates, chunked.updates)
 
 
 def test_a_model_whose_modules_are_never_called_is_batched():
-    """Then nothing is known of its activations."""
+    """The number of its activations is then unknown."""
 
     class ByHand(nn.Module):
         def __init__(self):
@@ -207,7 +207,7 @@ def test_a_model_whose_modules_are_never_called_is_batched():
     assert_same({client: compute_update(task, *batch) for client, batch in batches.items()}, shared.updates)
 
 
-def test_defenses_that_need_data_go_one_by_one():
+def test_defenses_that_need_data_run_client_by_client():
     task, batches = task_of("mlp"), batches_of([4, 4])
     defense = gradveil.defense("dp-sgd", clip=1.0, noise_multiplier=0.5)
     assert choose_execution(task, defense, Training()) == "loop"
@@ -227,7 +227,7 @@ def test_a_client_whose_gradients_overflow_is_named_and_the_others_are_not_chang
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4))
     with torch.no_grad():
-        model[1].weight[:, 0] = 3e38  # only an image that is bright in the first corner meets it
+        model[1].weight[:, 0] = 3e38  # matters only for an image that is bright in the first corner
     task = gradveil.Task(model, input_shape=SHAPE, classes=4)
     batches = batches_of([3, 3, 3])
     for images, _ in batches.values():
@@ -256,7 +256,7 @@ def test_the_choice_is_made_by_size(monkeypatch):
 
 @pytest.mark.parametrize("local", LOCAL)
 def test_the_same_calls_run_compiled_when_a_training_is_resumed(monkeypatch, local):
-    """Compiled is what has the whole shape or fills up to it, whatever came first in this process."""
+    """A call runs compiled if it has the full shape or can be padded to it, whatever ran before in this process."""
     compiled = []
 
     def stand_in(function, **_options):
@@ -275,24 +275,24 @@ def test_the_same_calls_run_compiled_when_a_training_is_resumed(monkeypatch, loc
         compiled.clear()
         calls = []
         for batches in rounds:
-            clients.share(*asking(task, batches, LOCAL[local]))
+            clients.share(*round_of(task, batches, LOCAL[local]))
             calls.append(compiled.copy())
             compiled.clear()
         return calls
 
-    whole = run(rounds)
-    assert whole[1:] == run(rounds[1:])
-    assert whole[2:] == run(rounds[2:])
+    uninterrupted = run(rounds)
+    assert uninterrupted[1:] == run(rounds[1:])
+    assert uninterrupted[2:] == run(rounds[2:])
     images = 6 if LOCAL[local] is None else 3
-    assert not whole[0]
-    assert {shape for calls in whole for shape in calls} == {(5, images)}
-    assert len(whole[2]) == (1 if LOCAL[local] is None else 4)
+    assert not uninterrupted[0]
+    assert {shape for calls in uninterrupted for shape in calls} == {(5, images)}
+    assert len(uninterrupted[2]) == (1 if LOCAL[local] is None else 4)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_clients_equal_the_loop():
-    """A smaller second chunk is filled up; batches of other lengths run uncompiled."""
+    """A smaller second chunk is padded; batches of other lengths run uncompiled."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(144, 4))
     task = gradveil.Task(model, input_shape=SHAPE, classes=4)

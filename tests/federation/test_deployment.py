@@ -1,4 +1,4 @@
-"""The example app as a real deployment: servers, TLS, keys. Minutes long, so only with `make test-deployment`."""
+"""The example app as a real deployment: servers, TLS, keys. Minutes long: run it with `make test-deployment`."""
 
 import importlib.util
 import re
@@ -31,7 +31,7 @@ def processes_of(folder: Path) -> list[str]:
             if f"FLWR_HOME={folder}".encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_text().replace("\0", " "))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue  # it ended meanwhile, or is somebody else's
+            continue  # it has ended, or belongs to another user
     return found
 
 
@@ -132,7 +132,7 @@ def test_nodes_train_the_accepted_app_and_refuse_it_without_the_mod(example, tmp
         for name in nodes:
             words = f"expected an accepted app, got one with SHA-256 {example.app_hash(hostile)}"
             assert words in deployment.log(name).read_text()
-        assert not list(home.glob("gradveil-supernode-*/apps/*"))  # nothing of it was unpacked
+        assert not list(home.glob("gradveil-supernode-*/apps/*"))  # none of it was unpacked
 
         trained = "\n".join(deployment.run("rounds=2", "nodes=2", "round-timeout=90.0"))
         assert "refused:" not in trained, trained
@@ -166,7 +166,7 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def test_messages_that_arrive_together_get_one_answer(example, tmp_path):
-    """What was answered is kept from one process of the node to the next."""
+    """Each process of the node knows which rounds earlier processes have answered."""
     app, home = tmp_path / "app", tmp_path / "home"
     shutil.copytree(EXAMPLE.parent, app, ignore=shutil.ignore_patterns("__pycache__"))
     (app / "gradveil_example" / "server_app.py").write_text(REPEATING_SERVER)

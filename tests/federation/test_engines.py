@@ -1,4 +1,4 @@
-"""Engines by name: two of ours, and one from outside."""
+"""Engines by name: gradveil's two, and one from outside."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ QUICK = Training(rounds=3, clients=3, batch_size=8, lr=0.05)
 
 @pytest.fixture
 def half(monkeypatch):
-    """An engine of somebody else's, which takes half of the rounds and declares nothing."""
+    """Somebody else's engine, which runs half of the rounds and declares no capabilities."""
     monkeypatch.setattr(ENGINES, "_factories", dict(ENGINES._factories))
 
     @ENGINES.register("half")

@@ -1,4 +1,4 @@
-"""What clients may do wrong: the round goes on, the fault is counted and named, and no garbage is averaged."""
+"""What clients may do wrong: the round continues, the fault is counted and named, and no garbage is averaged."""
 
 import dataclasses
 import random
@@ -31,7 +31,7 @@ def honest(*, values=MODEL, **changes) -> Update:
 
 
 class Server(OpenRound):
-    """A round that three clients are asked in, with its faults."""
+    """A round in which three clients are asked, with its faults."""
 
     def __init__(self) -> None:
         self.faults = []
@@ -50,25 +50,25 @@ class Server(OpenRound):
 
 
 def sealed(message: bytes) -> bytes:
-    """The message with its checksum put right."""
+    """The message with a correct checksum."""
     return message[:10] + struct.pack("<I", zlib.crc32(message[14:])) + message[14:]
 
 
 def mutated(message: bytes, rng: random.Random) -> bytes:
     data = bytearray(message)
     at, other = rng.randrange(len(data)), rng.randrange(len(data) + 1)
-    sort = rng.randrange(7)
-    if sort == 0:
+    kind = rng.randrange(7)
+    if kind == 0:
         data[at] ^= 1 << rng.randrange(8)
-    elif sort == 1:
+    elif kind == 1:
         data[at : at + 4] = rng.randbytes(4)
-    elif sort == 2:
+    elif kind == 2:
         del data[at:]
-    elif sort == 3:
+    elif kind == 3:
         data += rng.randbytes(rng.randrange(1, 9))
-    elif sort == 4:
+    elif kind == 4:
         del data[min(at, other) : max(at, other)]
-    elif sort == 5:
+    elif kind == 5:
         data[at:other] = data[at:other][::-1]
     else:
         data[at:at] = data[other:]
@@ -96,7 +96,7 @@ def test_ten_thousand_mutated_messages_are_all_refused():
     assert not updates
     assert Counter(fault.kind for fault in faults) == {"malformed": 10_000, "missing": 3}
     assert Counter(fault.client for fault in faults if fault.kind == "malformed")[1] == 3334
-    assert server.accepts(0, message)  # nothing of it has harmed the server
+    assert server.accepts(0, message)  # none of them has harmed the server
 
 
 def without(values, name):
@@ -172,7 +172,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("make", HOSTILE)
 def test_well_formed_garbage_is_refused_and_named(make):
-    """Nine sorts of 125 messages each, all with a checksum that is right."""
+    """Nine kinds of 125 messages each, all with a correct checksum."""
     rng, server = random.Random(1), Server()
     kind, words = HOSTILE[make]
     for number in range(125):
@@ -246,7 +246,7 @@ def test_no_message_at_all_leaves_the_model_as_it_was(two_blobs):
 
 
 def test_the_round_goes_on_with_those_that_remain(two_blobs):
-    """One client of each sort of fault; the two honest ones make the model, exactly as if they were alone."""
+    """One client for each kind of fault; the honest ones make the model, exactly as if they were alone."""
     task, earlier = normed_task(two_blobs), {}
 
     def transport(number, client, message):
@@ -254,7 +254,7 @@ def test_the_round_goes_on_with_those_that_remain(two_blobs):
             return []
         if client == 1:
             return [message[:-3]]
-        if client == 2:  # always sends what it made in the round before
+        if client == 2:  # always sends its update of the previous round
             earlier[number] = message
             return [earlier[number - 1]] if number else [message]
         return [message, message] if client == 3 else [message]
@@ -282,7 +282,7 @@ def test_the_round_goes_on_with_those_that_remain(two_blobs):
 
 
 class BreaksEveryFifth(StepDefense):
-    """Gives the first client of each round NaN."""
+    """Makes the gradients of the first client of each round NaN."""
 
     name, count = "breaks", 0
 

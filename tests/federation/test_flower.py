@@ -43,12 +43,12 @@ NODES = (11, 12, 13)
 
 @pytest.fixture(autouse=True)
 def identity():
-    """Flower's server-side processes know for which run they make messages."""
+    """In a Flower server process, this holds the run for which messages are made."""
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1
 
 
 def start_arrays(seed: int = 0) -> ArrayRecord:
-    """A model of two layers, one of them large enough for bytes to be those of its values."""
+    """A model with two arrays, one of them so large that its values make up most of the bytes."""
     drawn = torch.Generator().manual_seed(seed)
     return ArrayRecord({"0.weight": torch.randn(50, 40, generator=drawn), "0.bias": torch.randn(50, generator=drawn)})
 
@@ -63,7 +63,7 @@ def trained(arrays: ArrayRecord, step: dict[str, torch.Tensor]) -> ArrayRecord:
 
 
 def client_app(*mods, step=gradient) -> ClientApp:
-    """An app as people have it: it trains, and knows nothing of gradveil. Its step depends on the node alone."""
+    """An ordinary app: it trains, and knows nothing about gradveil. Its step depends only on the node."""
     app = ClientApp(mods=list(mods))
 
     @app.train()
@@ -86,7 +86,7 @@ def visits(context: Context) -> int:
 
 
 class LoopGrid(Grid):
-    """Nodes that are called one after the other; every message and context goes through Flower's serialisation."""
+    """Nodes that are called one after the other; every message and context is serialised as in Flower."""
 
     def __init__(self, app: ClientApp, nodes=NODES, tamper=lambda _node, reply: [reply]) -> None:
         self.app, self.tamper = app, tamper
@@ -137,7 +137,7 @@ class LoopGrid(Grid):
                 packed = message_to_proto(one)
                 self.received.append(packed.ByteSize())
                 replies.append(message_from_proto(packed))
-        return replies[::-1]  # no order is promised
+        return replies[::-1]  # Flower promises no order
 
 
 def question(instructions: dict | None = None, config: dict | None = None, kind: str = MessageType.TRAIN) -> Message:
@@ -177,7 +177,7 @@ def wrapped(defense="none", inner=None, **options) -> GradveilStrategy:
 # -- the mod ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_update_travels_in_gradient_units_with_the_metrics_that_may_leave():
+def test_the_update_is_sent_in_gradient_units_with_the_listed_metrics():
     app = client_app(defense_mod("none", lr=LR, metrics=["loss"]))
     reply = app(question({"defense": "none", "round": 7}), context_of())
     assert set(reply.content) == {"gradveil.update", "metrics"}
@@ -195,7 +195,7 @@ def test_the_mod_sends_what_the_defense_makes_of_the_update():
     assert_same(update_in(sparse), defense.perturb(update_in(exact)), atol=0, rtol=0)
 
 
-def test_error_feedback_lives_in_the_nodes_context():
+def test_error_feedback_is_kept_in_the_nodes_context():
     spec = "top-k:keep=0.1+error-feedback"
     defense, app = gradveil.defense(spec), client_app(defense_mod(spec, lr=LR))
     contexts, memories = {node: context_of(node) for node in (11, 12)}, {11: {}, 12: {}}
@@ -212,7 +212,7 @@ def test_error_feedback_lives_in_the_nodes_context():
 
 
 def test_dense_replies_suit_any_strategy():
-    """start - lr * sent, so that a plain FedAvg makes the step of the mean of the defended updates."""
+    """They are start - lr * sent, so that a plain FedAvg takes a step along the mean of the defended updates."""
     defense = gradveil.defense("dual-pruning")
     result, _ = run(
         FedAvg(min_train_nodes=3, fraction_evaluate=0.0), client_app(defense_mod(defense, lr=LR, send="dense"))
@@ -237,8 +237,8 @@ def test_the_rate_may_come_with_the_message():
 
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
-def test_named_statistics_and_constants_travel_as_they_are(send):
-    """For several rounds, around a FedAvg that makes floats of whole numbers."""
+def test_named_statistics_and_constants_are_sent_as_they_are(send):
+    """For several rounds, with a FedAvg that turns whole numbers into floats."""
     named = ["bn.running_mean", "bn.num_batches_tracked"]
     start = {
         "bn.weight": torch.ones(3),
@@ -320,10 +320,14 @@ def test_bad_arguments_are_refused(make, words):
             "defends with top-k:keep=0.2, the server's .* expects none",
         ),
         (defense_mod("none"), {"defense": "none", "lr": -1.0}, "flower: the server's lr must be a number above 0"),
-        (defense_mod("none"), {"defense": "none", "epoch": 1}, "expected instructions .* use one version of gradveil"),
+        (
+            defense_mod("none"),
+            {"defense": "none", "epoch": 1},
+            "expected instructions .* use the same version of gradveil",
+        ),
     ],
 )
-def test_a_server_that_does_not_fit_is_refused_before_anything_leaves(mod, instructions, words):
+def test_a_server_that_does_not_fit_is_refused_before_anything_is_sent(mod, instructions, words):
     with pytest.raises((InputError, ParameterError), match=words):
         client_app(mod)(question(instructions), context_of())
 
@@ -392,7 +396,7 @@ def test_a_defense_that_needs_the_data_takes_three_lines(tiny_task, tiny_batch):
     result, _ = run(wrapped(defense), app, arrays=ArrayRecord(tiny_task.parameters))
     assert result.train_metrics_clientapp[1] == {"loss": 1.5, "gradveil-refused": 0}
     for name, value in tiny_task.parameters.items():
-        step = sum(update[name] for update in sent.values()) / len(NODES)  # as many samples in each
+        step = sum(update[name] for update in sent.values()) / len(NODES)  # all have the same number of samples
         torch.testing.assert_close(torch.from_numpy(result.arrays[name].numpy()), value - LR * step)
     with pytest.raises(InputError, match="this client defends with soteria:rate=0.5,.* expects none"):
         flower.reply(question({"defense": "none"}), sent[11], defense)
@@ -416,8 +420,8 @@ def test_around_fedavg_nothing_changes_without_a_defense():
     assert visits(grid.contexts[11]) == 3
 
 
-def test_sparse_updates_travel_small():
-    """A fifth of the values is sent, in 32 bits and a few for its place; measured on Flower's serialised message."""
+def test_sparse_updates_take_few_bytes():
+    """A fifth of the values is sent, in 32 bits each and a few for the position; measured on serialised messages."""
     sizes = {}
     for spec in ("none", "dual-pruning"):
         strategy = wrapped(spec)
@@ -473,7 +477,7 @@ def test_compensation_happens_on_the_server():
 
 
 @pytest.mark.parametrize("spec", ["aligned-dual-pruning", "aligned-dual-pruning+error-feedback"])
-def test_one_client_announces_and_all_send_inside(spec):
+def test_one_client_announces_and_all_send_only_those_locations(spec):
     defense, sent = gradveil.defense(spec), {}
 
     def tap(node, reply):
@@ -608,10 +612,10 @@ BAD = {
     "stale": (lambda reply: with_update(reply, like(), 0), "expected an update of round 1, got one of round 0"),
     "no round": (lambda reply: with_update(reply, like(), None), "got one of round None"),
     "dense": (without_update, "it holds no update of gradveil"),
-    "more arrays": (with_record("arrays", start_arrays()), r"beside the update: \['arrays'\]"),
-    "our arrays": (with_record("gradveil.locations", start_arrays()), r"beside the update: \['gradveil.locations'\]"),
-    "arrays as instructions": (with_record("gradveil", start_arrays()), r"beside the update: \['gradveil'\]"),
-    "in the model's place": (with_record("arrays", ConfigRecord({"a": 1})), r"beside the update: \['arrays'\]"),
+    "more arrays": (with_record("arrays", start_arrays()), r"besides the update: \['arrays'\]"),
+    "our arrays": (with_record("gradveil.locations", start_arrays()), r"besides the update: \['gradveil.locations'\]"),
+    "arrays as instructions": (with_record("gradveil", start_arrays()), r"besides the update: \['gradveil'\]"),
+    "in the model's place": (with_record("arrays", ConfigRecord({"a": 1})), r"besides the update: \['arrays'\]"),
     "two updates": (
         with_record("gradveil.update", ArrayRecord({"a": Array(np.zeros(1)), "b": Array(np.zeros(1))})),
         "expected one array of bytes",
@@ -655,7 +659,7 @@ KINDS = {"nothing": "missing", "error": "failed", "gone": "missing", "stale": "s
 
 
 def back(reply: Message) -> Message:
-    """A question that this was the reply to."""
+    """A message that this is the reply to."""
     message = question()
     message.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
     message.metadata.__dict__["_dst_node_id"] = reply.metadata.src_node_id
@@ -663,7 +667,7 @@ def back(reply: Message) -> Message:
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_bad_reply_is_named_and_the_others_make_the_round(fault):
+def test_a_bad_reply_is_named_and_the_round_continues_with_the_others(fault):
     tamper, words = BAD[fault]
     strategy = wrapped()
     app = client_app(defense_mod("none", lr=LR, metrics=["loss"]))
@@ -740,7 +744,7 @@ def test_impossible_statistics_are_refused(name, value):
 
 
 def test_statistics_that_a_client_leaves_out_stay_as_they_were():
-    """Where the defense aggregates itself, too: one client must not stop the others."""
+    """Also if the defense aggregates itself: one client must not stop the others."""
     names = [name for name in normed_arrays() if name.startswith("1.")]
     change = with_statistic("1.running_mean", torch.full((2,), 3.0))
     strategy = wrapped(ALIGNED, statistics=names)
@@ -755,12 +759,12 @@ def test_statistics_that_a_client_leaves_out_stay_as_they_were():
     assert state_of(result.arrays)["1.running_var"].tolist() == pytest.approx([1, 1])
 
 
-def test_who_sends_something_wrong_may_send_it_again():
+def test_a_client_whose_reply_was_refused_may_send_another():
     def tamper(node, reply):
         return [reply, *BAD["bit"][0](message_from_proto(message_to_proto(reply)))] if node == 12 else [reply]
 
     strategy = wrapped()
-    result, _ = run(strategy, client_app(defense_mod("none")), tamper=tamper)  # the grid turns the order round
+    result, _ = run(strategy, client_app(defense_mod("none")), tamper=tamper)  # the grid reverses the order
     assert [(fault.client, fault.kind) for fault in strategy.faults] == [(12, "malformed")]
     steps = [gradient(node) for node in NODES]
     assert_same(state_of(result.arrays), mean_step(steps, NODES), atol=1e-5, rtol=1e-5)
@@ -772,13 +776,13 @@ def test_strategies_that_take_their_arrays_apart_get_the_defenses_aggregate(inne
     strategy = wrapped(spec, inner(min_train_nodes=3, fraction_evaluate=0.0))
     averaged = wrapped(spec)
     for one in (strategy, averaged):
-        random.seed(0)  # Flower shuffles the nodes, and the first one's locations are everybody's
+        random.seed(0)  # Flower shuffles the nodes, and all use the first one's locations
         one.result, _ = run(one, client_app(defense_mod(spec)))
         assert one.faults == []
     assert_same(state_of(strategy.result.arrays), state_of(averaged.result.arrays), atol=1e-6, rtol=1e-6)
 
 
-def test_a_client_that_defends_otherwise_is_named():
+def test_a_client_with_another_defense_is_named():
     app = client_app(defense_mod("top-k", lr=LR))
     strategy = wrapped("none")
     run(strategy, app)
@@ -810,7 +814,7 @@ def test_an_inner_strategy_that_sends_several_models_is_refused():
         run(wrapped(inner=Several(min_train_nodes=3, fraction_evaluate=0.0)), client_app(defense_mod("none")))
 
 
-def test_rounds_without_training_and_evaluation_are_the_inner_strategys():
+def test_the_inner_strategy_decides_about_rounds_without_training_and_evaluation():
     strategy = GradveilStrategy(FedAvg(fraction_train=0.0, min_evaluate_nodes=3), "none", lr=LR)
     grid = LoopGrid(client_app())
     assert list(strategy.configure_train(1, start_arrays(), ConfigRecord(), grid)) == []
@@ -821,7 +825,7 @@ def test_rounds_without_training_and_evaluation_are_the_inner_strategys():
 
 
 def test_mutated_updates_never_move_the_model():
-    """One to three bytes of every update of every round changed, with the checksum as it was."""
+    """One to three bytes of every update in every round are changed, and the checksum is not."""
     rng, strategy = random.Random(0), wrapped()
     arrays, grid = start_arrays(), LoopGrid(client_app(defense_mod("none")), nodes=NODES)
     for number in range(1, 61):
@@ -867,7 +871,7 @@ def cosine(one, other) -> float:
 
 
 def sent_by(app: ClientApp, message: Message, context: Context | None = None) -> dict[str, torch.Tensor]:
-    """What the server learns of the update, in gradient units, however it was sent."""
+    """What the server sees of the update, in gradient units, however it was sent."""
     reply = app(message, context or context_of())
     if "gradveil.update" in reply.content:
         return update_in(reply)
@@ -877,7 +881,7 @@ def sent_by(app: ClientApp, message: Message, context: Context | None = None) ->
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
 def test_a_server_cannot_drown_the_noise_with_its_learning_rate(send):
-    """The mod divides by the rate it was told; the app takes ten thousand from the message."""
+    """The mod divides by the rate it was given; the app trains with the ten thousand in the message."""
     attack = {"lr": 1e4, "server-round": 1}
     instructions = {"defense": NOISE} if send == "wire" else None
     bare = sent_by(obedient_app(defense_mod(NOISE, lr=LR, send=send, clip=None)), question(instructions, attack))
@@ -888,7 +892,7 @@ def test_a_server_cannot_drown_the_noise_with_its_learning_rate(send):
     assert cosine(held, gradient(11)) == pytest.approx(10 / math.hypot(noise, 10), abs=0.1)
 
 
-def test_a_server_whose_rate_is_believed_cannot_drown_the_noise_either():
+def test_a_server_whose_rate_is_trusted_cannot_drown_the_noise_either():
     app = obedient_app(defense_mod(NOISE))
     held = sent_by(app, question({"defense": NOISE, "lr": 1e-6}, {"lr": LR}))
     assert cosine(held, gradient(11)) < 0.8
@@ -914,7 +918,7 @@ def test_defenses_with_noise_have_a_norm_by_default(spec, clip):
 
 
 class Holding(type(gradveil.defense("none"))):
-    """Sends nothing, so that error feedback keeps all; its strength is said to depend on the size of updates."""
+    """Sends nothing, so that error feedback keeps everything; it claims to add noise, so that updates are clipped."""
 
     name = "holding"
     adds_noise = True
@@ -944,13 +948,13 @@ def test_an_update_within_the_norm_is_not_touched(caplog):
 
 def test_a_norm_that_cannot_be_computed_sends_no_signal():
     """Squares of such values overflow even double precision."""
-    assert mod._cut({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
-    assert mod._cut({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
+    assert mod._clipped({"w": torch.full((3,), 1e200, dtype=torch.float64)}, 10.0, "it")["w"].tolist() == [0, 0, 0]
+    assert mod._clipped({"w": torch.full((4,), 60000.0, dtype=torch.float16)}, 10.0, "it")["w"].tolist() == [5] * 4
 
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
 def test_a_round_is_answered_once(send):
-    """Two thousand answers to one question have an average without noise."""
+    """The average of two thousand answers to one request has no noise left."""
     app, context = client_app(defense_mod(NOISE, lr=LR, send=send)), context_of()
 
     def ask(number):
@@ -964,7 +968,7 @@ def test_a_round_is_answered_once(send):
             ask(number)
     ask(4)
     assert visits(context) == 2  # the app did not even train for the others
-    context.run_id = 2  # another run counts anew
+    context.run_id = 2  # another run counts from 1 again
     ask(1)
     with pytest.raises(InputError, match="expected a round after 1, got round 1 again"):
         ask(1)
@@ -977,7 +981,7 @@ def test_a_server_that_repeats_itself_gets_one_answer_through_flowers_serialisat
 
 
 @pytest.mark.parametrize("send", ["wire", "dense"])
-def test_a_budget_ends(send):
+def test_a_budget_of_rounds_ends(send):
     app, context = client_app(defense_mod(NOISE, lr=LR, send=send, rounds=2)), context_of()
     for number in (5, 9):
         app(
@@ -1003,7 +1007,7 @@ def test_announcing_and_training_are_one_round_and_each_happens_once():
     with pytest.raises(InputError, match="expected a round after 9, got round 9 again"):
         ask(9, True)
     with pytest.raises(InputError, match="expected a round after 9, got round 5 again"):
-        ask(5, False)  # it would count for nothing
+        ask(5, False)  # it would not count against the budget
     ask(9, False)
     with pytest.raises(InputError, match="answers 2 rounds and has answered 2"):
         ask(10, True)
@@ -1043,7 +1047,7 @@ def test_an_app_that_forgets_or_fails_does_not_make_the_client_forget():
 @pytest.mark.parametrize(
     "instructions", [{"round": 0}, {"round": 1.5}, {"round": "1"}, {"announce": 1}, {"lr": "fast"}, {"lr": math.nan}]
 )
-def test_instructions_that_are_none_are_refused(instructions):
+def test_malformed_instructions_are_refused(instructions):
     with pytest.raises(ParameterError, match="flower: the server's "):
         client_app(defense_mod("none"))(question({"defense": "none", **instructions}), context_of())
 
@@ -1116,7 +1120,7 @@ def answering_app(mod, content) -> ClientApp:
 
 
 @pytest.mark.parametrize("kind", ["evaluate", "query", "evaluate.special", "query.weights"])
-def test_arrays_leave_outside_of_training_only_if_the_client_says_so(kind):
+def test_arrays_are_sent_outside_of_training_only_if_the_client_allows_it(kind):
     content, base = {"arrays": start_arrays()}, kind.partition(".")[0]
 
     def app(**options):
@@ -1135,7 +1139,7 @@ def test_arrays_leave_outside_of_training_only_if_the_client_says_so(kind):
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate", "query"])
-def test_only_listed_metrics_and_config_values_leave(kind, caplog):
+def test_only_listed_metrics_and_config_values_are_sent(kind, caplog):
     content = {
         "metrics": MetricRecord({"num-examples": 3, "loss": 0.5, "pixels": [0.1, 0.2]}),
         "more": MetricRecord({"pixels": [0.3]}),
@@ -1229,7 +1233,7 @@ BAD_EVALUATIONS = {
 
 
 @pytest.mark.parametrize("fault", BAD_EVALUATIONS)
-def test_a_bad_evaluation_is_named_and_the_others_make_the_figure(fault):
+def test_a_bad_evaluation_is_named_and_the_others_are_averaged(fault):
     change, kind, words = BAD_EVALUATIONS[fault]
 
     def tamper(node, reply):
@@ -1278,7 +1282,7 @@ def test_weights_up_to_the_bound_count():
     [{"accuracy": [1.0]}, {"accuracy": 0.5, "loss": 1.0}, {"loss": 1.0}, {}],
     ids=lambda m: "+".join(m) or "none",
 )
-def test_of_two_nodes_an_odd_one_cannot_get_the_other_refused(odd, metrics):
+def test_with_two_nodes_an_odd_one_cannot_get_the_other_refused(odd, metrics):
     def of(node):
         return {"num-examples": 10, **(metrics if node == odd else {"accuracy": 0.5})}
 
@@ -1292,7 +1296,7 @@ def test_of_two_nodes_an_odd_one_cannot_get_the_other_refused(odd, metrics):
 
 
 @pytest.mark.parametrize("odd", [11, 12])
-def test_of_two_nodes_a_record_of_another_name_stops_nobody(odd):
+def test_with_two_nodes_a_record_of_another_name_stops_nobody(odd):
     def tamper(node, reply):
         if node == odd:
             reply.content["figures"] = reply.content.pop("metrics")
@@ -1318,8 +1322,8 @@ FIVE = Training(rounds=5, clients=4, clients_per_round=3, batch_size=16, lr=0.05
 
 
 def task_for(dataset, *layers) -> gradveil.Task:
-    """Rounding must not decide which of two values is pruned: in double precision, and with a third class, since with
-    two the gradients of the last layer are the same but for the sign."""
+    """In double precision and with a third class, so that rounding does not decide which of two values is pruned: with
+    two classes the gradients of the last layer are equal except for the sign."""
     shape = dataset.train.input_shape
     torch.manual_seed(0)
     layers = layers or (torch.nn.Flatten(), torch.nn.Linear(144, 20), torch.nn.Sigmoid(), torch.nn.Linear(20, 3))
@@ -1425,7 +1429,7 @@ def test_a_failing_simulated_client_is_an_error(two_blobs, monkeypatch):
         flower.simulate(task_for(two_blobs), two_blobs, Broken(), FIVE)
 
 
-def test_the_simulation_tells_nobody(monkeypatch):
+def test_the_simulation_sends_no_telemetry(monkeypatch):
     """Neither from this process nor from those that Ray starts, which read the environment."""
     module, seen = importlib.import_module("flwr.simulation.run_simulation"), []
 

@@ -42,10 +42,10 @@ def test_it_learns_and_reports(two_blobs):
     "spec", ["none", "gaussian-noise:std=0.01", "aligned-dual-pruning", "dual-pruning+error-feedback", "quantization"]
 )
 def test_a_batched_training_equals_the_loop(two_blobs, spec, local):
-    """Every client has another number of images, some fewer than they may draw.
+    """Every client has a different number of images, some fewer than they may draw.
 
     In double precision, with four classes and without ReLU, so that rounding decides no tie and moves no value across
-    a threshold (gradients of two classes are equal but for the sign); see test_clients.py for single precision.
+    a threshold (gradients of two classes are equal except for the sign); see test_clients.py for single precision.
     """
     shape = two_blobs.train.input_shape
     labels = torch.randint(0, 4, [300], generator=torch.Generator().manual_seed(0))
@@ -84,11 +84,11 @@ def test_one_server_step_of_adam_moves_every_weight_by_the_learning_rate(two_blo
     for name, value in task.parameters.items():
         moved = (result.task.parameters[name] - value).abs()
         assert moved.max() < 0.0101
-        assert moved.quantile(0.05) > 0.0099  # but those whose gradients are no larger than epsilon
+        assert moved.quantile(0.05) > 0.0099  # except those whose gradients are no larger than epsilon
 
 
 def test_a_loss_that_stays_high_ends_the_training(two_blobs):
-    """Finite all along: a learning rate that makes the logits huge, and a blind guess's loss is 0.69."""
+    """The loss stays finite: the learning rate makes the logits huge, while a blind guess's loss is 0.69."""
     result = train(
         task_for(two_blobs), two_blobs, gradveil.defense("none"), dataclasses.replace(QUICK, rounds=60, lr=300.0)
     )
@@ -110,7 +110,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_one_does_not(two_blobs
 
 
 def test_one_undefended_round_is_a_gradient_step_on_all_the_data(two_blobs):
-    """Four clients that each take all their data make the full gradient."""
+    """Four clients that each use all their data give the full gradient."""
     task = task_for(two_blobs)
     training = Training(rounds=1, clients=4, batch_size=1000, lr=0.1, momentum=0.0)
     result = train(task, two_blobs, gradveil.defense("none"), training)
@@ -124,16 +124,16 @@ def test_one_undefended_round_is_a_gradient_step_on_all_the_data(two_blobs):
 
 
 def test_bytes_are_those_of_the_encoding(two_blobs):
-    task = task_for(two_blobs, activation="sigmoid")  # ReLU gradients have zeros of their own
+    task = task_for(two_blobs, activation="sigmoid")  # because ReLU gradients contain zeros
     dense = train(task, two_blobs, gradveil.defense("none"), QUICK)
     sparse = train(task, two_blobs, gradveil.defense("top-k:keep=0.1"), QUICK)
     size = len(wire.encode(gradveil.Update(dense.task.parameters)))
     assert dense.upload_bytes == pytest.approx(size, rel=0.02)
     assert sparse.upload_bytes < 0.2 * dense.upload_bytes
-    assert sparse.download_bytes > sparse.upload_bytes  # four clients send different places
+    assert sparse.download_bytes > sparse.upload_bytes  # four clients send different positions
 
 
-def test_error_feedback_keeps_one_memory_a_client(two_blobs):
+def test_error_feedback_keeps_one_memory_per_client(two_blobs):
     plain = train(task_for(two_blobs), two_blobs, gradveil.defense("top-k:keep=0.05"), QUICK)
     fed_back = train(task_for(two_blobs), two_blobs, gradveil.defense("top-k:keep=0.05+error-feedback"), QUICK)
     name = next(iter(plain.task.parameters))
@@ -211,7 +211,7 @@ def test_no_ratio_from_a_model_near_chance():
     assert performance_maintenance(0.3, 0.32, ten_classes) is None
     assert performance_maintenance(0.4, 0.8, ten_classes) == pytest.approx(0.5)
     lopsided = Split(torch.zeros(100, 1, 1, 1, dtype=torch.uint8), (torch.arange(100) < 80).long())
-    assert performance_maintenance(0.8, 0.84, lopsided) is None  # always saying 1 would be right in 80 %
+    assert performance_maintenance(0.8, 0.84, lopsided) is None  # always predicting 1 would be right in 80 % of cases
 
 
 def test_the_privacy_spent_is_that_of_the_client_that_spent_most(two_blobs):
@@ -247,9 +247,9 @@ def test_other_losses_are_trained_and_reported_as_what_they_are(two_blobs, loss)
     images, labels = two_blobs.test.batch(torch.arange(len(two_blobs.test)))
     values = result.task.predict(images)
     if loss == "logistic":
-        named, expected = values[:, 0] > 0, torch.nn.functional.softplus((1 - 2 * labels) * values[:, 0]).mean()
+        predicted, expected = values[:, 0] > 0, torch.nn.functional.softplus((1 - 2 * labels) * values[:, 0]).mean()
     else:
-        named, expected = values.argmax(1), squares(values, labels)
-    assert result.accuracy == pytest.approx(float((named == labels).double().mean()))
+        predicted, expected = values.argmax(1), squares(values, labels)
+    assert result.accuracy == pytest.approx(float((predicted == labels).double().mean()))
     assert result.accuracy > 0.9
     assert result.loss == pytest.approx(float(expected), rel=1e-4)

@@ -33,20 +33,21 @@ def test_the_least_recently_used_go_to_disk(tmp_path):
     st.sampled_from([0, 100, 250, 10_000]),
 )
 def test_it_behaves_like_dicts_whatever_happens(steps, ram):
-    """Against plain dicts, for any order of reading, writing and deleting."""
+    """Compared with plain dicts, for any order of reading, writing and deleting."""
     plain = {client: {} for client in range(4)}
     memories = ClientMemories(ram_bytes=ram)
-    for number, (client, key, what) in enumerate(steps):
-        mine, his = memories[client], plain[client]
-        if what == "set":
-            mine[key] = his[key] = torch.full((10,), float(number))
-        elif what == "grow":
-            mine[key] = his[key] = torch.cat([his.get(key, torch.zeros(0)), torch.zeros(7), torch.tensor([-0.0, 1.0])])
-        elif what == "delete" and key in his:
-            del mine[key], his[key]
-        assert sorted(mine) == sorted(his)
+    for number, (client, key, action) in enumerate(steps):
+        memory, expected = memories[client], plain[client]
+        if action == "set":
+            memory[key] = expected[key] = torch.full((10,), float(number))
+        elif action == "grow":
+            before = expected.get(key, torch.zeros(0))
+            memory[key] = expected[key] = torch.cat([before, torch.zeros(7), torch.tensor([-0.0, 1.0])])
+        elif action == "delete" and key in expected:
+            del memory[key], expected[key]
+        assert sorted(memory) == sorted(expected)
         assert sum(value.nbytes for c in memories.resident for value in plain[c].values()) <= max(
-            ram, sum(value.nbytes for value in his.values())
+            ram, sum(value.nbytes for value in expected.values())
         )
     for client, expected in plain.items():
         assert memories[client].keys() == expected.keys()
@@ -68,7 +69,7 @@ def test_what_is_mostly_zero_is_stored_sparsely(tmp_path):
     memories[1]["other"] = torch.ones(1)  # pushes the first one out
     assert memories.resident == [1]
     [file] = tmp_path.glob("client-0-*")
-    assert file.stat().st_size < 100 * 100 + 2000  # a hundredth is not zero, and a place takes as much as a value
+    assert file.stat().st_size < 100 * 100 + 2000  # 1 % is not zero, and a position takes as many bytes as a value
     for key, value in values.items():
         back = memories[0][key]
         assert back.dtype == value.dtype
@@ -92,7 +93,7 @@ def test_versions_of_a_checkpoint_survive_until_the_next(tmp_path):
 
 
 def sparse(places, values, shape, **changes):
-    """A memory file's content, as far as it goes."""
+    """The content of a memory file with one sparse tensor."""
     tensors = {"places/r": torch.tensor(places, dtype=torch.int32), "values/r": torch.tensor(values)}
     return tensors, {"order": ["r"], "sparse": {"r": shape}, **changes}
 
@@ -109,18 +110,18 @@ HOSTILE = {
     "negative shape": (sparse([0], [1.0], [-3, -4]), "the shape of 'r' is"),
     "shape of text": (sparse([0], [1.0], "12"), "the shape of 'r' is"),
     "shape of truths": (sparse([0], [1.0], [True]), "the shape of 'r' is"),
-    "no order": (({}, {"sparse": {}}), "its text is not that of a memory"),
-    "a list": (({}, [1]), "its text is not that of a memory"),
+    "no order": (({}, {"sparse": {}}), "its metadata is not that of a memory"),
+    "a list": (({}, [1]), "its metadata is not that of a memory"),
     "number as key": (sparse([0], [1.0], [1], order=[1]), "its keys are"),
     "key twice": (sparse([0], [1.0], [1], order=["r", "r"]), "its keys are"),
     "shape of another key": (sparse([0], [1.0], [1], order=[]), "shapes of other keys"),
-    "missing tensor": (({}, {"order": ["r"], "sparse": {}}), "'dense/r'. too many or too few"),
-    "extra tensor": (({"x": torch.ones(1)}, {"order": [], "sparse": {}}), "'x'. too many or too few"),
+    "missing tensor": (({}, {"order": ["r"], "sparse": {}}), "'dense/r'. are missing or unexpected"),
+    "extra tensor": (({"x": torch.ones(1)}, {"order": [], "sparse": {}}), "'x'. are missing or unexpected"),
 }
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_file_of_ours_that_is_no_memory_is_refused_in_words(tmp_path, case):
+def test_a_gradveil_file_that_is_not_a_memory_is_refused_with_a_reason(tmp_path, case):
     """Even with the right digest: no IndexError, and nothing huge is allocated."""
     (tensors, about), words = HOSTILE[case]
     digest = save_atomically(tmp_path / "client-0-0.safetensors", tensors, about)
@@ -134,13 +135,13 @@ def test_a_memory_changed_on_disk_while_a_training_runs_is_refused(tmp_path):
     memories = ClientMemories(tmp_path, ram_bytes=0)
     memories[0]["r"], memories[1]["r"] = torch.tensor([1.0]), torch.tensor([2.0])
     [path] = tmp_path.glob("client-0-*")
-    shutil.copy(*tmp_path.glob("client-0-*"), tmp_path / "mine")
+    shutil.copy(*tmp_path.glob("client-0-*"), tmp_path / "copy")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     with pytest.raises(DataError, match="was damaged or changed since"):
         memories[0]["r"]
-    shutil.copy(tmp_path / "mine", path)
+    shutil.copy(tmp_path / "copy", path)
     assert memories[0]["r"].item() == 1
 
 

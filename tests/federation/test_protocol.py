@@ -1,4 +1,4 @@
-"""A server round by itself: who is asked, who is elected, what is missing in the end."""
+"""A server round by itself: who is asked, who is elected, who is missing in the end."""
 
 import re
 
@@ -90,13 +90,13 @@ def test_a_client_that_is_not_finite_is_named_when_it_is_asked_for_its_update():
     assert server.announced is not None
 
 
-def test_where_nobody_announces_nobody_is_asked():
+def test_if_the_defense_announces_nothing_nobody_is_asked():
     server, faults = opened(gradveil.defense("none"))
     server.elect(lambda _client: pytest.fail("it was asked"))
     assert (server.announced, server.locations, faults) == (None, None, [])
 
 
-def test_nobody_elected_is_no_announcement():
+def test_if_nobody_is_elected_there_is_no_announcement():
     server, faults = opened()
     server.elect(too_many)
     assert server.announced is None
@@ -104,7 +104,7 @@ def test_nobody_elected_is_no_announcement():
 
 
 @pytest.mark.parametrize("named_once", [False, True])
-def test_who_failed_is_not_missing_and_who_was_refused_is_unless_once_is_enough(named_once):
+def test_a_failed_client_is_not_missing_and_a_refused_one_is_unless_named_once(named_once):
     faults = []
     replies = Replies(7, [3, 1, 2, 4], faults.append, named_once=named_once)
     replies.fail(1, "not finite", "it said so")
@@ -127,14 +127,14 @@ def test_who_failed_is_not_missing_and_who_was_refused_is_unless_once_is_enough(
 
 
 @pytest.mark.parametrize("named_once", [False, True])
-def test_who_was_not_elected_may_still_be_missing(named_once):
+def test_a_client_that_was_not_elected_may_still_be_missing(named_once):
     server, faults = opened(named_once=named_once)
     server.elect(lambda client: too_many(client) if client == 3 else ALIGNED.publish(MODEL))
     assert server.close() == {}
     assert named(faults) == [(7, 3, "malformed"), *((7, client, "missing") for client in (3, 1, 2))]
 
 
-def test_replies_come_in_the_order_of_the_questions():
+def test_replies_come_in_the_order_of_the_requests():
     server, _ = opened(gradveil.defense("none"))
     message = wire.encode(Update({"w": torch.ones(10)}, Meta(round=7)))
     for client in (1, 2, 3):
@@ -153,8 +153,8 @@ def test_an_announcement_is_used_to_read_and_to_aggregate():
     assert torch.equal(mean, torch.where(server.announced["w"], (3 * update["w"] + 1) / 4, 0.0))
 
 
-def test_statistics_may_be_left_out_only_where_that_is_said():
-    statistics = {"mean": torch.tensor([1.0]), "mask": torch.tensor([-torch.inf])}  # of the server's own, anything goes
+def test_statistics_may_be_left_out_only_if_that_is_allowed():
+    statistics = {"mean": torch.tensor([1.0]), "mask": torch.tensor([-torch.inf])}  # the server's own: any value
     update = Update({"w": torch.ones(10)}, Meta(round=7, buffers={"mean": torch.tensor([5.0])}))
     message = wire.encode(update)
     some, _ = opened(statistics=statistics, all_statistics=False)

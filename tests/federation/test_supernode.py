@@ -1,4 +1,4 @@
-"""The SuperNode that runs accepted apps only, around Flower's own functions and state; no servers."""
+"""The SuperNode that runs only accepted apps, around Flower's own functions and state; no servers."""
 
 import hashlib
 import importlib
@@ -34,7 +34,7 @@ def accepted() -> bytes:
 
 @pytest.fixture(autouse=True)
 def restored(monkeypatch):
-    """Flower's modules get back what `install` changes in them."""
+    """Undo what `install` changes in Flower's modules."""
     for module, names in {
         INTERNALS: ["_pull_and_store_message"],
         HANDLERS: ["acquire_task", "push_task_output"],
@@ -57,7 +57,7 @@ class Node:
         self.state.set_node_id(7)
 
     def pull(self, content: bytes, *, number: int = 1, hash_str: str | None = None, **about: str) -> list[Message]:
-        """What the node answers at once; a task that it is left with is in its state."""
+        """What the node answers immediately; if it accepts a task, that is in its state."""
         message = Message(RecordDict(), 7, "train")
         message.metadata.__dict__.update(_run_id=number, _message_id=f"{number}")
         known = {"fab_id": "gradveil/gradveil-example", "fab_version": "1.0.0", "fab_hash": digest(content), **about}
@@ -95,7 +95,7 @@ def test_an_accepted_app_gets_in_and_another_one_is_answered_with_an_error(accep
 
 
 def test_without_the_gate_anything_gets_in(accepted):
-    """What Flower does by itself; if this fails, Flower has a gate of its own by now."""
+    """What Flower does by itself; if this fails, Flower has got a gate of its own."""
     node = Node()
     assert node.pull(accepted) == []
     assert node.tasks() == 1
@@ -114,7 +114,7 @@ def test_without_the_gate_anything_gets_in(accepted):
     ids=lambda lie: "-".join(lie),
 )
 def test_an_accepted_file_does_not_open_the_door_for_another_app(accepted, lie):
-    """The run's words decide which folder the client's process loads the app from."""
+    """What the run says decides from which folder the client's process loads the app."""
     supernode.install(Gate([digest(accepted)]))
     node = Node()
     [refusal] = node.pull(accepted, **lie)
@@ -138,7 +138,7 @@ def test_runs_are_counted(accepted):
         (["a" * 64], 0, "--runs must be at least 1, got 0"),
     ],
 )
-def test_a_gate_that_could_not_hold_is_not_built(accept, runs, words):
+def test_a_gate_with_bad_arguments_is_not_built(accept, runs, words):
     with pytest.raises(ParameterError, match=words):
         Gate(accept, runs)
 
@@ -152,8 +152,8 @@ def test_a_supernode_that_we_do_not_know_is_not_started(monkeypatch):
         supernode.install(Gate(["a" * 64]))
 
 
-def test_messages_are_worked_on_one_after_the_other():
-    """Flower sends a reply off before it keeps the context; the next message must not begin in between."""
+def test_messages_are_processed_one_after_the_other():
+    """Flower sends a reply before it saves the context; the next message must not begin in between."""
     running, threads = [], []
 
     def acquire_task(_request, _state):
@@ -165,7 +165,7 @@ def test_messages_are_worked_on_one_after_the_other():
         threads.append(threading.Thread(target=handlers.acquire_task, args=(None, state)))
         threads[0].start()
         threads[0].join(0.2)
-        return list(running)  # who got a task after the last one's end and before its context was kept
+        return list(running)  # tasks handed out after the last one ended and before its context was saved
 
     handlers = types.SimpleNamespace(
         acquire_task=acquire_task, push_task_output=push_task_output, AcquireTaskResponse=lambda: "nothing to do"
@@ -179,7 +179,7 @@ def test_messages_are_worked_on_one_after_the_other():
     assert running == ["running"]
 
 
-def test_a_node_state_says_which_tasks_are_worked_on(accepted):
+def test_a_node_state_knows_which_tasks_are_running(accepted):
     """`serialise` on Flower's own state."""
     supernode.install(Gate([digest(accepted)]))
     node = Node()

@@ -146,6 +146,6 @@ def test_a_value_outside_the_declared_range_is_not_written(own_metrics, config, 
 
 def test_a_metric_does_not_take_the_name_of_another_key():
     for name in ("seed", "trained_on", "digest"):
-        with pytest.raises(ParameterError, match=f"metric '{name}': expected a name that no key of a row has"):
+        with pytest.raises(ParameterError, match=f"metric '{name}': expected a name that is not a key of a row"):
             ResultRow.schema([largest_error(name)])
     assert ResultRow.schema([largest_error(high=math.inf)])["largest_error"].words == "a finite number of at least 0"

@@ -1,6 +1,6 @@
-"""An ordinary Flower client; the mod in the first line is all that protects its updates.
+"""An ordinary Flower client; the mod given to `ClientApp` is all that protects its updates.
 
-Nodes must be told to run this app and no other, see `run_deployment.py`: the server could send it without the mod.
+Nodes must be started so that they run only this app, see `run_deployment.py`: the server could send it without the mod.
 """
 
 import torch

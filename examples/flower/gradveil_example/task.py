@@ -21,7 +21,7 @@ def load_share(client: int, clients: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(model: nn.Module, images: torch.Tensor, labels: torch.Tensor, batch_size: int) -> float:
-    """One pass over the client's images with plain SGD; the mean loss."""
+    """Make one pass over the client's images with plain SGD, and return the mean loss."""
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
     losses = []
     for batch in torch.randperm(len(images)).split(batch_size):

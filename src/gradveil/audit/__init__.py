@@ -1,4 +1,4 @@
-"""The grid defense x attack x victim: run it, keep every finished row, resume it."""
+"""Runs the grid of defenses, attacks and victims, keeps every finished row, and resumes where it stopped."""
 
 from gradveil.audit.config import AuditConfig, read_config
 from gradveil.audit.run import Step, default_folder, run

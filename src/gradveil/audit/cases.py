@@ -1,6 +1,6 @@
-"""The audit as a library: from a case to what an attacker sees of it, and what an attack made of that.
+"""The audit as a library: from a case to what an attacker sees, and to the scores of the attack.
 
-An audit, an experiment and a test all go the same way::
+An audit, an experiment and a test all take the same steps::
 
     stage = prepare(task, defense, attack, public=public, seed=0)
     seen = observe(fit(Case(stage, attack, victims)))
@@ -52,19 +52,19 @@ def build_task(
     std: Sequence[float] | None = None,
     device: str = "cpu",
 ) -> Task:
-    """The task of a model for a data set.
+    """Build the task of a model for a data set.
 
     Args:
-        dataset: says what an input is and which classes there are.
-        model: a name with parameters, or ``FILE.py@FUNCTION``, which is code that runs.
-        seed: of the initial weights.
-        loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model of one logit.
-        weights: a safetensors file of the user's own weights, by the model's names; None: the initial ones.
-        norms: ``"train"``: batch norm works on the statistics of the batch; ``"inference"``: on its running ones; None:
-            as the model comes.
-        mean: the model's normalisation per channel or column, with `std`; None: none.
-        std: likewise.
-        device: where it is computed.
+        dataset: gives the modality, the shape of an input and the classes.
+        model: a name with parameters, or ``FILE.py@FUNCTION``, which runs the code in that file.
+        seed: seed of the initial weights.
+        loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model with one logit.
+        weights: a safetensors file of the user's own weights, under the model's names; None: the initial ones.
+        norms: ``"train"``: batch norm uses the statistics of the batch; ``"inference"``: its running ones; None: as the
+            model is built.
+        mean: the model's normalisation per channel or column, together with `std`; None: none.
+        std: see `mean`.
+        device: the device to compute on.
     """
     name, parameters = parse_spec(model)
     shape, classes = dataset.train.input_shape, len(dataset.classes)
@@ -89,15 +89,15 @@ def usable_device(name: str) -> torch.device:
     """
     try:
         tensor = torch.zeros(1, device=name)
-        tensor.item()  # which tensors without values, those of "meta", do not have
+        tensor.item()  # fails on devices without values, such as "meta"
         return tensor.device
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch's ways to say that there is none
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # what torch raises if there is no such device
         reason = str(error).partition("\n")[0]
         raise ParameterError(f"device must be one that torch has here, such as cpu, got {name!r}: {reason}") from error
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Put the weights of a safetensors file, which holds no code, into a model; all of them must be there and fit."""
+    """Load the weights of a safetensors file, which holds no code, into a model; all of them must be there and fit."""
     try:
         values = safetensors.torch.load_file(path)
     except OSError as error:
@@ -121,10 +121,10 @@ class Victims:
     """The examples behind the updates that are attacked.
 
     Args:
-        inputs: ``[victims, examples, *input_shape]``, client after client.
+        inputs: ``[victims, examples, *input_shape]``, one client's examples after the other's.
         targets: ``[victims, examples, *target_shape]``.
-        clients: how many clients share a victim's examples, and send in one round.
-        first: number of the first victim in the whole audit; draws derive from it.
+        clients: how many clients hold a victim's examples between them and send in the same round.
+        first: number of the first of these victims in the whole audit; random draws derive from it.
 
     Example:
         >>> victims = Victims(torch.zeros(3, 4, 1, 8, 8), torch.zeros(3, 4, dtype=torch.long), clients=2)
@@ -146,24 +146,24 @@ class Victims:
         return self.inputs.shape[1] // self.clients
 
     def part(self, chosen: range) -> "Victims":
-        """Some of them that stand next to each other."""
-        places = slice(chosen.start, chosen.stop)
-        return Victims(self.inputs[places], self.targets[places], self.clients, self.first + chosen.start)
+        """A range of consecutive victims."""
+        rows = slice(chosen.start, chosen.stop)
+        return Victims(self.inputs[rows], self.targets[rows], self.clients, self.first + chosen.start)
 
     def batches(self, victim: int) -> list[Batch]:
-        """What each client of a victim holds."""
+        """The examples that each client of a victim holds."""
         return list(zip(self.inputs[victim].chunk(self.clients), self.targets[victim].chunk(self.clients), strict=True))
 
 
 def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: int = 1, seed: int = 0) -> Victims:
-    """Random victims from a split, the same for the same seed.
+    """Choose random victims from a split, the same for the same seed.
 
     Args:
-        split: none of its examples is used for anything else.
-        victims: how many.
+        split: where victims come from; none of its examples may be used for anything else.
+        victims: number of victims.
         batch_size: examples behind each update.
         clients: clients behind each victim.
-        seed: of the choice.
+        seed: seed of the choice.
     """
     shape = victims, clients * batch_size
     wanted = math.prod(shape)
@@ -179,12 +179,12 @@ def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: 
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """A defense ready for use on the model that a server sends.
+    """A defense that is prepared for the model that a server sends.
 
     Args:
-        defense: prepared.
+        defense: the prepared defense.
         sent: the model as the server sends it; an active server has changed it.
-        task: what the defense made of that: what clients train.
+        task: the model that clients train: `sent`, as the defense may have changed it.
         public: examples that anybody has.
     """
 
@@ -195,14 +195,14 @@ class Stage:
 
 
 def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | None, seed: int = 0) -> Stage:
-    """Let an active server change the model, then the clients prepare their defense on what they are sent.
+    """Let an active server change the model, then prepare the clients' defense for the model that they are sent.
 
     Args:
-        task: the model as it should be.
-        defense: what the clients use.
-        attack: who may change the model.
+        task: the honest model.
+        defense: the clients' defense.
+        attack: the attack, which may change the model.
         public: examples that anybody has.
-        seed: of the two.
+        seed: seed of both steps.
     """
     device = task.device
     sent = attack.modify(task, public=public, generator=derived_generator(seed, "modify", str(attack), device=device))
@@ -217,13 +217,13 @@ class Case:
 
     Args:
         stage: the prepared defense and the model.
-        attack: who attacks.
-        victims: whom.
-        adaptive: whether the attacker knows the defense, or by which form it uses that.
+        attack: the attack.
+        victims: whom it attacks.
+        adaptive: whether the attacker knows the defense, or the name of the form in which it uses that knowledge.
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
         local: the clients' local steps; None: each update is a single gradient.
         rounds: how many rounds of each victim, on the same data, the attacker observes.
-        server_lr: the server's step along the mean update between these rounds.
+        server_lr: learning rate of the server's step along the mean update between these rounds.
         seed: everything random derives from it.
     """
 
@@ -238,7 +238,7 @@ class Case:
     seed: int = 0
 
     def threat(self, batch_size: int, targets: Tensor) -> ThreatModel:
-        """What the attacker may know of updates of `batch_size` examples, whose labels are `targets`."""
+        """What the attacker may know about updates of `batch_size` examples, whose labels are `targets`."""
         return ThreatModel(
             labels=self.labels,
             batch_size=batch_size,
@@ -252,20 +252,20 @@ class Case:
         )
 
     def randomness(self, *path: object) -> torch.Generator:
-        """A generator of its own for each use."""
+        """A separate generator for each use."""
         return derived_generator(self.seed, *path, device=self.stage.task.device)
 
 
 @dataclass(frozen=True, eq=False)
 class Observation:
-    """What the server sees of a case's victims, and what only the audit knows of them.
+    """What the server sees of a case's victims, and what only the audit knows about them.
 
     Args:
-        case: whose.
-        seen: what was visible of the victims, one entry per update that the attacker may attack.
-        trained_on: the inputs that a victim's clients truly used, where the defense changed them.
-        power: for each victim, how much of what its clients computed cannot be seen in the first round; None where the
-            defense changed the model itself.
+        case: the case that was observed.
+        seen: what the server sees, one entry per update that the attacker may attack.
+        trained_on: for each victim, the inputs that its clients really used, if the defense changed them.
+        power: for each victim, how far what is seen in the first round is from what its clients computed, see
+            `metrics.relative_power`; None if the defense changed the model itself.
     """
 
     case: Case
@@ -281,7 +281,7 @@ class Observation:
 
 
 def observe(case: Case) -> Observation:
-    """What a victim's clients share in their first rounds, alone in them, and what the server sees of that."""
+    """What the server sees of each victim's clients in the first rounds, as if no other clients took part in them."""
     stage, victims = case.stage, case.victims
     memories: list[list[Memory]] = [[{} for _ in range(victims.clients)] for _ in range(len(victims))]
     seen: list[list[tuple[Task, Update]]] = []
@@ -291,12 +291,12 @@ def observe(case: Case) -> Observation:
         visible: list[Update] = []
         sent: list[Update] = []
         for victim in range(len(victims)):
-            updates, tasks = _share(case, task, victim, memories[victim], number)
-            shown = stage.defense.visible(updates)
+            updates, tasks = _share_round(case, task, victim, memories[victim], number)
+            seen_of_victim = stage.defense.visible(updates)
             if number == 0:
-                powers.append(_power(case, tasks, victim, shown))
+                powers.append(_power(case, tasks, victim, seen_of_victim))
             sent += updates
-            visible += shown
+            visible += seen_of_victim
         seen = seen or [[] for _ in visible]
         for rounds, update in zip(seen, visible, strict=True):
             rounds.append((task, update))
@@ -305,59 +305,60 @@ def observe(case: Case) -> Observation:
             task = task.with_parameters(
                 {name: value - case.server_lr * mean[name] for name, value in task.parameters.items()}
             )
-    return Observation(
-        case, [Rounds(rounds) for rounds in seen], [_used(each, victims.inputs.shape[1]) for each in memories], powers
-    )
+    trained_on = [_trained_on(each, victims.inputs.shape[1]) for each in memories]
+    return Observation(case, [Rounds(rounds) for rounds in seen], trained_on, powers)
 
 
-def _share(
+def _share_round(
     case: Case, task: Task, victim: int, memories: Sequence[Memory], number: int
 ) -> tuple[list[Update], list[Task]]:
     """What a victim's clients send in one round, and the models that they were sent."""
     defense, victims = case.stage.defense, case.victims
     first = (victims.first + victim) * victims.clients
-    later = (number,) if number else ()  # the first round's draws are those of an audit of one round
-    tasks = [case.attack.for_client(task, first + place) for place in range(victims.clients)]
+    round_path = (number,) if number else ()  # the first round draws as in an audit of one round
+    tasks = [case.attack.for_client(task, first + client) for client in range(victims.clients)]
     batches = [as_batch(task, batch) for batch in victims.batches(victim)]
     announced = defense.announce(
         tasks[0],
         *batches[0],
-        generator=case.randomness("announce", str(defense), first, *later),
+        generator=case.randomness("announce", str(defense), first, *round_path),
         memory=memories[0],
         local=case.local,
     )
     updates = [
         defense.share(
-            own,
+            client_task,
             *batch,
-            generator=case.randomness("share", str(defense), first + place, *later),
+            generator=case.randomness("share", str(defense), first + client, *round_path),
             memory=memory,
             announced=announced,
             local=case.local,
         )
-        for place, (own, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
+        for client, (client_task, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
     ]
     return updates, tasks
 
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
+    """The mean over a victim's clients of `metrics.relative_power` in the first round."""
     stage, victims = case.stage, case.victims
     if misfit(stage.task.parameters, stage.sent.parameters):
         return None
     powers = []
-    for place, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
-        shown = visible[place * len(visible) // victims.clients]
-        mean = {name: value / shown.meta.clients for name, value in shown.items()}
-        number = (victims.first + victim) * victims.clients + place
-        shuffled = case.randomness("share", str(stage.defense), number)  # so that local steps take the same order
-        honest = compute_update(task, *as_batch(task, batch), local=case.local, generator=shuffled)
+    for client, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
+        seen = visible[client * len(visible) // victims.clients]
+        mean = {name: value / seen.meta.clients for name, value in seen.items()}
+        number = (victims.first + victim) * victims.clients + client
+        generator = case.randomness("share", str(stage.defense), number)  # so that local steps use the same order
+        honest = compute_update(task, *as_batch(task, batch), local=case.local, generator=generator)
         powers.append(metrics.relative_power(honest, mean))
     return finite(fmean(powers))
 
 
-def _used(memories: Sequence[Memory], examples: int) -> Tensor | None:
-    """The inputs truly used, as a defense noted them, be it alone or the first of a chain; of several local steps it
-    notes only the last one's, which are not all.
+def _trained_on(memories: Sequence[Memory], examples: int) -> Tensor | None:
+    """The inputs that were really used, as noted by a defense that stands alone or comes first in a chain.
+
+    With several local steps a defense notes only the inputs of the last one; these are not all `examples`, hence None.
     """
     used = [memory.get("trained_on", memory.get("0/trained_on")) for memory in memories]
     found = [inputs for inputs in used if inputs is not None]
@@ -376,7 +377,7 @@ def bound(case: Case) -> float | None:
 
 
 def fit(case: Case, *, progress: Progress = None) -> Case:
-    """The case with an attacker who has learned what it can before it sees an update; most have nothing to learn."""
+    """The case with its attack fitted: a learned attack trains before it sees an update. Most have nothing to learn."""
     if not case.attack.needs_public:
         return case
     threat = case.threat(case.victims.batch_size, case.victims.targets)
@@ -387,12 +388,12 @@ def fit(case: Case, *, progress: Progress = None) -> Case:
 def attack_on(
     observation: Observation, *, progress: Progress | None = None, execution: str | None = None
 ) -> Reconstruction:
-    """Attack what was observed; an attacker who learns must have been fitted (`fit`).
+    """Attack what was observed; a learned attack must have been fitted before (`fit`).
 
     Args:
         observation: what the attacker sees.
         progress: called with (steps done, steps in all, seconds left).
-        execution: see `Attack.reconstruct`; default: by size, so that the figures repeat themselves.
+        execution: see `Attack.reconstruct`; default: chosen by size, so that the figures are repeatable.
     """
     case, targets = observation.case, observation.targets
     task, threat = case.stage.task, case.threat(targets.shape[1], targets)
@@ -407,7 +408,7 @@ def attack_on(
 
 
 def choose_execution(task: Task, batch_size: int) -> str:
-    """Loop or batch, by size and not by timing: they round differently, and an audit must repeat itself to the bit.
+    """Loop or batch, by size and not by timing: they round differently, and an audit must be repeatable to the bit.
 
     Measured on two cores: one vmapped program for all victims is three times faster on lenet (30,000 values) and
     slower on convnet and resnet18 (millions).
@@ -417,17 +418,17 @@ def choose_execution(task: Task, batch_size: int) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """What an attack made of one victim.
+    """How well an attack reconstructed one victim.
 
     Args:
         inputs: the reconstruction, ``[examples, *input_shape]``.
-        metrics: mean over the examples by metric, with ``label_correct`` and ``leaked``.
-        trained_on: the metrics against what the clients truly used, where the defense changed that.
-        loss: the attacker's own at the end, in the mean over the updates where they were attacked one by one.
-        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``, each None if there was no search, or if it went
-            beyond all numbers.
-        iterations: of the longest search.
-        seconds: its share of the wall time.
+        metrics: the mean over the examples for each metric, with ``label_correct`` and ``leaked``.
+        trained_on: the metrics against what the clients really used, if the defense changed that.
+        loss: the attacker's own final loss; the mean over a victim's updates if they were attacked one by one.
+        losses: ``loss_start``, ``loss_late`` and ``loss_restarts``; all None if there was no search, or if one of the
+            losses was not finite.
+        iterations: iterations of the longest search.
+        seconds: the victim's share of the wall time.
     """
 
     inputs: Tensor = field(repr=False)
@@ -446,34 +447,34 @@ def score(
 
     Args:
         observation: what was attacked.
-        found: what the attack made of it.
-        scorer: of the modality.
-        blind: what the blind guess scores for each example by the primary metric, ``[victims, examples]``; without it
-            nobody can say what leaked.
+        found: what the attack reconstructed.
+        scorer: the scorer of the modality.
+        blind: the blind guess's score of each example by the primary metric, ``[victims, examples]``; without it the
+            ``leaked`` verdict cannot be given.
     """
     victims = observation.case.victims
     count = len(victims)
-    # A victim whose clients are seen one by one has an attack for each of them.
+    # If a victim's clients are seen one by one, each was attacked separately.
     inputs = found.inputs.reshape(count, -1, *victims.inputs.shape[2:])
     guesses = found.labels.reshape(victims.targets.shape)
     losses, steps = (tensor.reshape(count, -1) for tensor in (found.loss, found.iterations))
     results = []
-    for place in range(count):
+    for victim in range(count):
         guess = (
-            inputs[place].float().cpu(),
-            victims.targets[place],
-            guesses[place].cpu(),
-            None if blind is None else blind[place],
+            inputs[victim].float().cpu(),
+            victims.targets[victim],
+            guesses[victim].cpu(),
+            None if blind is None else blind[victim],
         )
-        used = observation.trained_on[place]
+        used = observation.trained_on[victim]
         results.append(
             Score(
-                inputs=inputs[place].cpu(),
-                metrics=scorer.score(victims.inputs[place], *guess),
+                inputs=inputs[victim].cpu(),
+                metrics=scorer.score(victims.inputs[victim], *guess),
                 trained_on=None if used is None else scorer.score(used.float().cpu(), *guess),
-                loss=finite(float(losses[place].mean())),
-                losses=_losses(found, place, count),
-                iterations=int(steps[place].max()),
+                loss=finite(float(losses[victim].mean())),
+                losses=_losses(found, victim, count),
+                iterations=int(steps[victim].max()),
                 seconds=found.seconds / count,
             )
         )
@@ -483,18 +484,18 @@ def score(
 NO_LOSSES: Mapping[str, Any] = {"loss_start": None, "loss_late": None, "loss_restarts": None}
 
 
-def _losses(found: Reconstruction, place: int, victims: int) -> Mapping[str, Any]:
-    """How the search for one victim went, in the mean over its clients where they were attacked one by one."""
+def _losses(found: Reconstruction, victim: int, victims: int) -> Mapping[str, Any]:
+    """The losses of the search for one victim; means over its clients if they were attacked one by one."""
     history = found.history
     if history is None:
         return NO_LOSSES
-    start, late = (float(losses.view(victims, -1)[place].mean()) for losses in (history.start, history.late))
-    restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[place].mean(0).tolist()
+    start, late = (float(losses.view(victims, -1)[victim].mean()) for losses in (history.start, history.late))
+    restarts = history.restarts.view(victims, -1, history.restarts.shape[-1])[victim].mean(0).tolist()
     if not all(map(math.isfinite, [start, late, *restarts])):
         return NO_LOSSES
     return {"loss_start": start, "loss_late": late, "loss_restarts": tuple(restarts)}
 
 
 def finite(value: float) -> float | None:
-    """JSON has no word for NaN and infinity."""
+    """The value, or None for NaN and infinities, which JSON cannot hold."""
     return value if math.isfinite(value) else None

@@ -25,23 +25,23 @@ class AuditConfig(Settings):
     The undefended row is always part of an audit: without it no other figure means anything.
 
     Args:
-        dataset: name or path, with parameters: ``faces-orl:size=64``.
-        model: name with parameters: ``lenet:init=uniform``.
+        dataset: name or path, with parameters, such as ``faces-orl:size=64``.
+        model: name with parameters, such as ``lenet:init=uniform``.
         defenses: specs such as ``dual-pruning:k1=0.05,k2=0.75+error-feedback``.
         attacks: specs such as ``idlg:iterations=300``.
         victims: updates attacked under each defense.
         batch_size: images behind each update.
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
-        adaptive: False: attackers that do not know the defense; True: attackers that do (where an attack has no
-            adaptive form against a defense: plain ones); None: both.
-        aggregated: clients behind each victim, who share in one round: the attacker has what the defense lets the
-            server see of them, under secure aggregation their sum.
-        match: ``"accuracy"``, ``"power"`` or ``"bytes"``, with ``=TARGET`` or a default one: every defense is first
-            turned to the strength at which it costs that, see `gradveil.audit.match`; None: as they are given.
-        chunk: victims attacked together; an unfinished chunk runs again whole.
+        adaptive: False: attackers that do not know the defense; True: attackers that do (or plain ones, if an attack
+            has no adaptive form against a defense); None: both.
+        aggregated: clients behind each victim, who share in one round: the attacker gets what the defense lets the
+            server see of them; under secure aggregation that is their sum.
+        match: ``"accuracy"``, ``"power"`` or ``"bytes"``, with ``=TARGET`` or a default target: every defense is first
+            set to the strength at which it costs that, see `gradveil.audit.match`; None: as they are given.
+        chunk: victims attacked together; an unfinished chunk is run again completely.
         rounds: federated training rounds behind accuracy, time and bytes.
         clients: clients in that training.
-        client_batch: images a client trains on in a round.
+        client_batch: images that a client trains on in a round.
         lr: learning rate of that training.
         seed: everything random derives from it.
         local_epochs: FedAvg: the clients' local passes over their examples; None: a single gradient.
@@ -50,10 +50,10 @@ class AuditConfig(Settings):
         observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
             a step of `lr` along the mean update.
         weights: safetensors file of the user's own weights; None: the initial ones.
-        norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model comes.
-        mean: the model's normalisation, one number per channel or column, with `std`; None: none.
-        std: likewise.
-        device: where everything is computed.
+        norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
+        mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
+        std: see `mean`.
+        device: the device to compute on.
 
     Example:
         >>> config = AuditConfig(defenses=("gaussian-noise:std=.1",), attacks=("idlg",))
@@ -66,9 +66,9 @@ class AuditConfig(Settings):
         for name in (*counts, "observed_rounds"):
             checks.integer("audit", name, getattr(self, name), low=1)
         if self.local_batch is not None and self.local_epochs is None:
-            raise ParameterError("audit: local_batch is of local steps; say how many passes: local_epochs")
+            raise ParameterError("audit: local_batch belongs to local steps; give the passes too: local_epochs")
         epochs = 1 if self.local_epochs is None else self.local_epochs
-        LocalSteps(epochs, self.local_batch, self.local_lr)  # which checks them
+        LocalSteps(epochs, self.local_batch, self.local_lr)  # checks its arguments
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
@@ -90,8 +90,8 @@ class AuditConfig(Settings):
         checks.choice("audit", "labels", self.labels, ["infer", "known"])
         if self.adaptive is not None:
             checks.flag("audit", "adaptive", self.adaptive)
-        set_field = object.__setattr__  # the way a frozen dataclass normalises its own fields
-        # First, because the others are measured against it.
+        set_field = object.__setattr__  # how a frozen dataclass normalises its own fields
+        # "none" comes first, because the others are measured against it.
         set_field(self, "defenses", ("none", *(defense for defense in defenses if defense != "none")))
         set_field(self, "attacks", tuple(attacks))
         if self.match is not None:
@@ -121,7 +121,7 @@ class AuditConfig(Settings):
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "AuditConfig":
-        """The config that `to_json` wrote, each field of its type and in its range; other keys are left aside."""
+        """The config that `to_json` wrote, each field of its type and in its range; other keys are ignored."""
         kept = {name: value for name, value in fields.items() if name in SETTINGS}
         schema.check("config.json", kept, SETTINGS)
         return cls(**with_tuples(kept))
@@ -152,5 +152,5 @@ def _refuse_equal_but_for_strength(specs: list[str]) -> None:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """What config.json holds; anything that is not one raises `DataError`."""
+    """Read config.json; anything that is not a JSON object raises `DataError`."""
     return read_json(path, "choose another --out")

@@ -1,11 +1,12 @@
-"""An audit folder, whoever it comes from: its config and its rows, believed only after every check.
+"""Reads an audit folder, whoever it comes from: its config and rows are used only after they pass every check.
 
-`read_audit` and `read_rows` are the only ways in, for an audit that goes on as for the report. Neither runs anything
-that a folder names.
+All reading goes through `read_audit` and `read_rows`, for a resumed audit as for the report. Neither runs anything that
+a folder names.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -43,8 +44,8 @@ class SealedLines(Generic[R]):
 
     Args:
         path: the file, which `read_rows` has checked; a last line that was cut short is dropped.
-        kind: of its rows.
-        config: of the audit.
+        kind: the type of its rows.
+        config: the content of the audit's config.json.
 
     Example:
         >>> import tempfile
@@ -67,7 +68,7 @@ class SealedLines(Generic[R]):
         rows = list(rows)
         sealed = [schema.sealed({**row.to_json(), "audit": self._audit}) for row in rows]
         for values in sealed:
-            schema.check(f"a row for {self._lines.path.name}", values, self._schema, "mend what computes it")
+            schema.check(f"a row for {self._lines.path.name}", values, self._schema, "fix the code that computes it")
         self._lines.append(sealed)
         self.rows += rows
 
@@ -88,7 +89,7 @@ def modality_of(config: Mapping[str, Any]) -> Modality:
 
 
 def metrics_of(config: Mapping[str, Any]) -> list[Metric]:
-    """The metrics of an audit, in the order in which tables show them."""
+    """The metrics of an audit, in the order of the report's tables."""
     return [_known(METRICS.get, name, config) for name in config["metrics"]]
 
 
@@ -105,7 +106,7 @@ def _known(get: Callable[[str], T], name: str, config: Mapping[str, Any]) -> T:
 
 
 def read_audit(folder: Path) -> Json:
-    """What config.json says, each key of its type and in its range, all of them in agreement."""
+    """Read config.json and check it: every key has its type and range, and all of them agree with each other."""
     refuse_links(folder)
     path = folder / CONFIG
     if not path.is_file():
@@ -127,7 +128,7 @@ def check_config(config: Json) -> None:
     _check_metrics(config)
     _check_victims(config)
     if is_model_file(config["model"]) != (config["model_file_digest"] is not None):
-        expected = "the digest of the model's file, and null where the model is no file"
+        expected = "the digest of the model's file, or null if the model is not a file"
         refuse(CONFIG, "model_file_digest", expected, short(config["model_file_digest"]))
     if config["command"] != (expected := store.command_line(config)):
         refuse(CONFIG, "command", f"the command of these settings ({short(expected)})", short(config["command"]))
@@ -135,31 +136,32 @@ def check_config(config: Json) -> None:
 
 
 def read_rows(folder: Path, config: Json) -> Rows:
-    """The rows of a folder, all of them of the audit that `config` describes.
+    """Read the rows of a folder, which must all belong to the audit that `config` describes.
 
-    A last line that was cut short by a kill is left out and its file named in `torn`; anything else that is broken,
-    or that says another audit, raises `DataError` with the file and the line.
+    If the process was killed and the last line is cut short, that line is left out and its file named in `torn`;
+    anything else that is broken, or belongs to another audit, raises `DataError` with the file and the line.
     """
     torn: list[str] = []
-    matches = _read(folder / MATCHES, MatchRow, config, torn, lambda where, row: _match(where, row, config))
+    matches = _read(folder / MATCHES, MatchRow, config, torn, partial(_check_match, config=config))
     attacked = strengths(config, matches)
-    results = _read(folder / RESULTS, ResultRow, config, torn, lambda where, row: _result(where, row, config, attacked))
-    utility = _read(folder / UTILITY, UtilityRow, config, torn, lambda where, row: _asked(where, row, attacked))
+    check_result = partial(_check_result, config=config, attacked=attacked)
+    results = _read(folder / RESULTS, ResultRow, config, torn, check_result)
+    utility = _read(folder / UTILITY, UtilityRow, config, torn, partial(_asked, attacked=attacked))
     return Rows(results, utility, matches, tuple(torn))
 
 
 def strengths(config: Mapping[str, Any], matches: Sequence[MatchRow]) -> dict[str, str]:
-    """The defenses as they were asked for, by how they are attacked; those that a match left out are not there."""
+    """Map each defense as it is attacked to the spec that was asked for; defenses that a match left out are missing."""
     found = {row.asked: row.found for row in matches}
     attacked = {asked: found.get(asked, asked) for asked in config["defenses"]}
     return {spec: asked for asked, spec in attacked.items() if spec is not None}
 
 
 def refuse_links(folder: Path) -> None:
-    """Refuse a folder in which a file is a link, through which an audit would read or write somewhere else."""
-    inside = [folder / name for name in (".lock", CONFIG, RESULTS, UTILITY, MATCHES, "images")]
+    """Raise if a file of the folder is a link, through which an audit would read or write somewhere else."""
+    paths = [folder / name for name in (".lock", CONFIG, RESULTS, UTILITY, MATCHES, "images")]
     try:
-        links = [path for path in inside if path.is_symlink()]
+        links = [path for path in paths if path.is_symlink()]
         if not links and (folder / "images").is_dir():
             links = [path for path in (folder / "images").iterdir() if path.is_symlink()]
     except OSError as error:
@@ -180,9 +182,9 @@ def _check_methods(config: Json) -> None:
         if repeated or not config[key]:
             expected = "a list of at least one text, none of them twice"
             refuse(CONFIG, key, expected, f"{short(repeated[0])} twice" if repeated else "none")
-    known = {(defense, attack) for defense in config["defenses"] for attack in config["attacks"]}
+    pairs = {(defense, attack) for defense in config["defenses"] for attack in config["attacks"]}
     for pair in config["adapted"]:
-        if tuple(pair) not in known:
+        if tuple(pair) not in pairs:
             refuse(CONFIG, "adapted", "a list of pairs of a defense and an attack of this audit", short(pair))
     for spec in config["generic"]:
         if spec not in config["defenses"]:
@@ -190,7 +192,7 @@ def _check_methods(config: Json) -> None:
     for spec in config["caveats"]:
         if spec not in [*config["defenses"], *config["attacks"]]:
             refuse(CONFIG, "caveats", "an object of defenses and attacks of this audit", short(spec))
-    rows = len(known) * config["victims"]
+    rows = len(pairs) * config["victims"]
     if rows > MOST_ROWS:
         refuse(CONFIG, "victims", f"few enough for {MOST_ROWS:,} rows", f"{rows:,} rows")
 
@@ -200,8 +202,8 @@ def _check_metrics(config: Json) -> None:
         modality, metrics = modality_of(config), metrics_of(config)
     except UnknownNameError as error:
         raise DataError(f"{CONFIG}: {error}; if a package of your own adds it, import that first") from error
-    wrong = any(modality.name not in metric.modalities for metric in metrics)
-    if wrong or not config["metrics"].get(modality.primary):
+    foreign = any(modality.name not in metric.modalities for metric in metrics)
+    if foreign or not config["metrics"].get(modality.primary):
         expected = f"metrics for {modality.name}, {modality.primary} among them"
         refuse(CONFIG, "metrics", expected, short([*config["metrics"]]))
     if modality.dimensions not in (None, len(config["input_shape"])):
@@ -213,7 +215,7 @@ def _check_victims(config: Json) -> None:
     if len(labels) != config["victims"] or any(len(one) != examples for one in labels):
         refuse(CONFIG, "victim_labels", f"{config['victims']} lists of {examples} labels", short(labels))
     if classes := len(config["classes"]):
-        outside = [label for one in labels for label in one if not schema.whole(0, classes - 1).holds(label)]
+        outside = [label for one in labels for label in one if not schema.integer(0, classes - 1).holds(label)]
         if outside:
             refuse(CONFIG, "victim_labels", f"labels below {classes}, the classes", short(outside[0]))
 
@@ -231,24 +233,24 @@ def _read(path: Path, kind: type[R], config: Json, torn: list[str], check: Calla
         schema.check(where, values, kinds)
         for key in ("dataset", "model", "seed", "batch_size", "aggregated"):
             if key in values and values[key] != config[key]:
-                _refuse_another(where, key, short(config[key]), short(values[key]))
+                _refuse_other_audit(where, key, short(config[key]), short(values[key]))
         row = kind.from_json(values)
         check(where, row)
         if values["audit"] != config[DIGEST]:
-            _refuse_another(where, "audit", config[DIGEST], values["audit"])
+            _refuse_other_audit(where, "audit", config[DIGEST], values["audit"])
         schema.check_seal(where, values)
         if row.key in rows:
-            words = ", ".join(map(str, row.key))
-            raise DataError(f"{path.name}: two rows for ({words}) would be counted twice; remove one of them")
+            key = ", ".join(map(str, row.key))
+            raise DataError(f"{path.name}: two rows for ({key}) would be counted twice; remove one of them")
         rows[row.key] = row
     return list(rows.values())
 
 
-def _refuse_another(where: str, key: str, expected: str, got: str) -> NoReturn:
+def _refuse_other_audit(where: str, key: str, expected: str, got: str) -> NoReturn:
     refuse(where, key, f"{expected}, as {CONFIG} has it", f"{got}, a row of another audit")
 
 
-def _result(where: str, row: ResultRow, config: Json, attacked: Mapping[str, str]) -> None:
+def _check_result(where: str, row: ResultRow, config: Json, attacked: Mapping[str, str]) -> None:
     if row.victim >= config["victims"]:
         refuse(where, "victim", f"a number below {config['victims']}, the victims of the audit", str(row.victim))
     if row.attack_spec == BLIND_GUESS:
@@ -263,7 +265,7 @@ def _result(where: str, row: ResultRow, config: Json, attacked: Mapping[str, str
         refuse(where, "adaptive", f"{adapted}, as {CONFIG} has it", str(row.adaptive))
 
 
-def _match(where: str, row: MatchRow, config: Json) -> None:
+def _check_match(where: str, row: MatchRow, config: Json) -> None:
     if row.asked not in config["defenses"]:
         refuse(where, "asked", "a defense of the audit", short(row.asked))
     if config["match"] != (price := f"{row.kind}={row.target:g}"):
@@ -273,6 +275,7 @@ def _match(where: str, row: MatchRow, config: Json) -> None:
 
 
 def _asked(where: str, row: ResultRow | UtilityRow, attacked: Mapping[str, str]) -> str:
+    """The spec of the row's defense as it was asked for; raise if the audit has no such defense."""
     if row.defense_spec is None or row.defense_spec not in attacked:
         refuse(where, "defense_spec", "a defense of the audit", short(row.defense_spec))
     return attacked[row.defense_spec]

@@ -1,4 +1,4 @@
-"""Fair comparisons: turn every defense to the strength at which it costs a given price, and only then compare."""
+"""Fair comparisons: set every defense to the strength at which it costs a given price, and only then compare."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ PROBED_CLIENTS = 4
 
 @dataclass(frozen=True)
 class Price:
-    """What every defense is to cost.
+    """The price that every defense is to cost.
 
     Args:
         kind: ``"accuracy"``: the share of the undefended accuracy that is kept (PMM); ``"power"``: |u - g|^2 / |g|^2 at
@@ -50,22 +50,22 @@ class Price:
         kind, equals, value = text.partition("=")
         if kind not in _PRICES:
             raise ParameterError(f"audit: match must be KIND or KIND=TARGET, got {text!r}; {suggest(kind, _PRICES)}")
-        target, least, most, tolerance = _PRICES[kind]
+        target, low, high, tolerance = _PRICES[kind]
         if equals:
             try:
                 target = float(value)
             except ValueError:
-                target = least  # refused below, as no price
-        if not least < target < most:
-            raise ParameterError(f"audit: {kind} can be matched between {least:g} and {most:g}, got {value!r}")
+                target = low  # outside the open interval, so refused below
+        if not low < target < high:
+            raise ParameterError(f"audit: {kind} can be matched between {low:g} and {high:g}, got {value!r}")
         return cls(kind, target, tolerance if kind == "accuracy" else tolerance * target)
 
     def holds(self, cost: float) -> bool:
-        """Whether the cost is the price."""
+        """Whether the cost equals the price within the tolerance."""
         return abs(cost - self.target) <= self.tolerance
 
     def exceeded_by(self, cost: float) -> bool:
-        """Whether a defense that costs so much is too strong."""
+        """Whether a defense at this cost is too strong."""
         return cost > self.target if self.kind == "power" else cost < self.target
 
     def __str__(self) -> str:
@@ -87,8 +87,8 @@ class Match:
     Args:
         found: the defense at the strength that costs the price; None: there is none, see `reason`.
         cost: what it costs, or what the nearest try cost.
-        tries: strengths that were tried.
-        reason: why there is none.
+        tries: number of strengths that were tried.
+        reason: why no strength costs the price.
 
     Example:
         >>> Match(None, 1.0, 2, "top-k: ...").found is None
@@ -110,15 +110,15 @@ def match(
     """Find by bisection the strength at which a defense costs the price.
 
     Args:
-        defense: any strength; its other parameters are kept.
+        defense: the defense at any strength; its other parameters are kept.
         price: what it is to cost.
-        cost: measures what a defense costs; should rise with the strength, as the price's kind means it.
+        cost: measures what a defense costs: a value of the price's kind, monotone in the strength.
         progress: called with (tries done, tries at most).
     """
     strength = defense.strength
     if strength is None:
         return Match(None, None, 0, f"{defense.name} has no parameter that makes it stronger or weaker")
-    costs: dict[float, float] = {}  # by value of the strength
+    costs: dict[float, float] = {}  # by value of the strength parameter
 
     def attempt(position: float) -> float:
         value = strength.at(position)
@@ -131,11 +131,11 @@ def match(
         return min(costs, key=lambda value: abs(costs[value] - price.target))
 
     weak, strong = 0.0, 1.0
-    least, most = attempt(weak), attempt(strong)
-    reachable = price.exceeded_by(most) and not price.exceeded_by(least)
+    cost_weakest, cost_strongest = attempt(weak), attempt(strong)
+    reachable = price.exceeded_by(cost_strongest) and not price.exceeded_by(cost_weakest)
     while reachable and not price.holds(costs[nearest()]) and len(costs) < TRIES:
         middle = (weak + strong) / 2
-        if strength.at(middle) in costs:  # no other value lies between
+        if strength.at(middle) in costs:  # there is no other value in between
             break
         weak, strong = (weak, middle) if price.exceeded_by(attempt(middle)) else (middle, strong)
     value = nearest()
@@ -146,8 +146,8 @@ def match(
         reason = f"comes no nearer to {price} than {costs[value]:.3g}, at {name}={value:g}, in {len(costs)} tries"
     else:
         reason = (
-            f"does not cost {price} at any strength: {price.kind} goes from {least:.3g} at {name}={strength.at(0):g} "
-            f"to {most:.3g} at {name}={strength.at(1):g}"
+            f"does not cost {price} at any strength: {price.kind} goes from {cost_weakest:.3g} at "
+            f"{name}={strength.at(0):g} to {cost_strongest:.3g} at {name}={strength.at(1):g}"
         )
     return Match(None, costs[value], len(costs), f"{defense.name} {reason}")
 
@@ -155,15 +155,15 @@ def match(
 class Costs:
     """Measures what defenses cost, each kind relative to the undefended run.
 
-    Accuracy comes from the same training that an audit's utility rows come from, so what was matched is what the report
-    shows. Power and bytes come from one round of a few clients at the initial weights.
+    Accuracy comes from the same training as an audit's utility rows, so the report shows the value that was matched.
+    Power and bytes come from one round of a few clients at the initial weights.
     """
 
     def __init__(self, task: Task, dataset: Dataset, training: Training) -> None:
         self._task, self._dataset, self._training = task, dataset, training
 
     def of(self, kind: str) -> Callable[[Defense], float]:
-        """The function that measures one kind."""
+        """The function that measures one kind of cost."""
         return {"accuracy": self._accuracy, "power": self._power, "bytes": self._bytes}[kind]
 
     def _accuracy(self, defense: Defense) -> float:
@@ -193,7 +193,7 @@ class Costs:
         return self._probe(create_defense("none"))[1]
 
     def _probe(self, defense: Defense) -> tuple[float, float]:
-        """Mean power and bytes of what clients share in one round."""
+        """Mean power and bytes of the updates that clients share in one round."""
         seed, device = self._training.seed, self._task.device
         public, private = split_public(self._dataset.train, seed)
         defense, task = defense.prepare(
@@ -202,13 +202,13 @@ class Costs:
             generator=derived_generator(seed, "prepare", device=device),
         )
         size = self._training.batch_size
-        wanted = torch.split(private[: PROBED_CLIENTS * size], size)
-        batches = [as_batch(task, self._dataset.train.batch(indices)) for indices in wanted]
+        shares = torch.split(private[: PROBED_CLIENTS * size], size)
+        batches = [as_batch(task, self._dataset.train.batch(indices)) for indices in shares]
         announced = defense.announce(
             task, *batches[0], generator=derived_generator(seed, "announce", device=device), memory={}
         )
-        known = defense.locations(announced)
-        powers, sizes = [], [0 if known is None else len(wire.encode_locations(known)) / len(batches)]
+        locations = defense.locations(announced)
+        powers, sizes = [], [0 if locations is None else len(wire.encode_locations(locations)) / len(batches)]
         for number, batch in enumerate(batches):
             update = defense.share(
                 task,
@@ -218,5 +218,5 @@ class Costs:
                 announced=announced,
             )
             powers.append(relative_power(task.gradients(*batch), update))
-            sizes.append(len(wire.encode(update, locations=known)) / len(batches))
+            sizes.append(len(wire.encode(update, locations=locations)) / len(batches))
         return fmean(powers), sum(sizes)

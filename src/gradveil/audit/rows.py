@@ -1,6 +1,6 @@
-"""What an audit writes: `config.json`, and a row per attack on a victim, per training and per match.
+"""What an audit writes: `config.json`, and a row for each attack on a victim, each training and each match.
 
-Each field is declared once, with the kind of value that it holds. Writer, reader, report and experiments go by that.
+Each field is declared once, with the kind of value that it holds. Writer, reader, report and experiments all use that.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
 VERSION = 2
-"""Of the files in an audit folder; those of another version are refused."""
+"""Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
     "none",
@@ -27,81 +27,81 @@ ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iteration
 NORMS = ("train", "inference")
 
 
-def _is(kind: Kind | Callable[[Sequence[Metric]], Kind], default: Any = dataclasses.MISSING) -> Any:
+def _field(kind: Kind | Callable[[Sequence[Metric]], Kind], default: Any = dataclasses.MISSING) -> Any:
     """A field that holds what `kind` says, which may depend on the metrics of the audit."""
     return dataclasses.field(default=default, metadata={"kind": kind})
 
 
 def with_lists(values: Mapping[str, Any]) -> Json:
-    """The values of fields as JSON holds them."""
+    """Convert the values of fields to what JSON holds: tuples become lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of JSON as fields hold them."""
+    """Convert the values of JSON to what fields hold: lists become tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The fields of `AuditConfig`, which says what they mean.
+    """The fields of `AuditConfig`, whose docstring explains them.
 
     Example:
         >>> Settings(victims=4).victims, SETTINGS["victims"].words
         (4, 'a whole number from 1 to 1,000,000')
     """
 
-    dataset: str = _is(kinds.text(), "mnist")
-    model: str = _is(kinds.text(), "lenet:init=uniform")
-    defenses: tuple[str, ...] = _is(kinds.listing(kinds.text(), kinds.MOST_METHODS), DEFENSES)
-    attacks: tuple[str, ...] = _is(kinds.listing(kinds.text(), kinds.MOST_METHODS), ATTACKS)
-    victims: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 8)
-    batch_size: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
-    labels: str = _is(kinds.choice("infer", "known"), "infer")
-    adaptive: bool | None = _is(kinds.optional(kinds.FLAG), None)
-    aggregated: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
-    match: str | None = _is(kinds.optional(kinds.text(100)), None)
-    chunk: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 8)
-    rounds: int = _is(kinds.whole(1), 500)
-    clients: int = _is(kinds.whole(1), 8)
-    client_batch: int = _is(kinds.whole(1), 16)
-    lr: float = _is(kinds.number(0, 1e6), 0.015)
-    seed: int = _is(kinds.whole(0, 2**63 - 1), 0)
-    local_epochs: int | None = _is(kinds.optional(kinds.whole(1)), None)
-    local_batch: int | None = _is(kinds.optional(kinds.whole(1)), None)
-    local_lr: float = _is(kinds.number(0, 1e6), 0.05)
-    observed_rounds: int = _is(kinds.whole(1, kinds.MOST_ITEMS), 1)
-    weights: str | None = _is(kinds.optional(kinds.text()), None)
-    norms: str | None = _is(kinds.optional(kinds.choice(*NORMS)), None)
-    mean: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
-    std: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
-    device: str = _is(kinds.text(100), "cpu")
+    dataset: str = _field(kinds.text(), "mnist")
+    model: str = _field(kinds.text(), "lenet:init=uniform")
+    defenses: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), DEFENSES)
+    attacks: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), ATTACKS)
+    victims: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
+    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    labels: str = _field(kinds.choice("infer", "known"), "infer")
+    adaptive: bool | None = _field(kinds.optional(kinds.FLAG), None)
+    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    match: str | None = _field(kinds.optional(kinds.text(100)), None)
+    chunk: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
+    rounds: int = _field(kinds.integer(1), 500)
+    clients: int = _field(kinds.integer(1), 8)
+    client_batch: int = _field(kinds.integer(1), 16)
+    lr: float = _field(kinds.number(0, 1e6), 0.015)
+    seed: int = _field(kinds.integer(0, 2**63 - 1), 0)
+    local_epochs: int | None = _field(kinds.optional(kinds.integer(1)), None)
+    local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
+    local_lr: float = _field(kinds.number(0, 1e6), 0.05)
+    observed_rounds: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    weights: str | None = _field(kinds.optional(kinds.text()), None)
+    norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
+    mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
+    std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
+    device: str = _field(kinds.text(100), "cpu")
 
 
 SETTINGS: Schema = {one.name: one.metadata["kind"] for one in dataclasses.fields(Settings)}
 
 CONFIG_SCHEMA: Schema = {
     "gradveil": kinds.text(100),
-    "version": kinds.whole(VERSION, VERSION),
+    "version": kinds.integer(VERSION, VERSION),
     "command": kinds.text(kinds.MOST_COMMAND),
     **SETTINGS,
-    "adapted": kinds.listing(kinds.listing(kinds.text(), 2), kinds.MOST_METHODS**2),
-    "generic": kinds.listing(kinds.text(), kinds.MOST_METHODS),
-    "caveats": kinds.mapping(kinds.listing(kinds.text(), 100), 2 * kinds.MOST_METHODS),
+    "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MOST_METHODS**2),
+    "generic": kinds.list_of(kinds.text(), kinds.MOST_METHODS),
+    "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MOST_METHODS),
     "dataset_source": kinds.WORDS,
     "data_digest": kinds.digest(),
     "modality": kinds.text(100),
-    "metrics": kinds.mapping(kinds.FLAG, 1000),
-    "input_shape": kinds.listing(kinds.whole(1, 1_000_000), 8),
-    "classes": kinds.listing(kinds.WORDS, kinds.MOST_CLASSES),
-    "parameters": kinds.whole(1, 10**15),
+    "metrics": kinds.object_of(kinds.FLAG, 1000),
+    "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
+    "classes": kinds.list_of(kinds.WORDS, kinds.MOST_CLASSES),
+    "parameters": kinds.integer(1, 10**15),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
-    "plugin_files": kinds.mapping(kinds.digest(), 100),
-    "plugin_packages": kinds.mapping(kinds.text(100), 100),
-    "victim_labels": kinds.listing(kinds.listing(kinds.TARGET)),
+    "plugin_files": kinds.object_of(kinds.digest(), 100),
+    "plugin_packages": kinds.object_of(kinds.text(100), 100),
+    "victim_labels": kinds.list_of(kinds.list_of(kinds.TARGET)),
     "torch": kinds.text(100),
-    "threads": kinds.whole(1, 65_536),
+    "threads": kinds.integer(1, 65_536),
     "platform": kinds.text(1000),
     DIGEST: kinds.digest(),
 }
@@ -139,12 +139,12 @@ class MethodId:
 
     @property
     def words(self) -> str:
-        """As a reader is shown it."""
+        """The method as reports show it."""
         return f"{self.spec} (adaptive)" if self.adaptive else self.spec
 
 
 def _kinds_of(metrics: Sequence[Metric]) -> dict[str, Kind]:
-    """For each metric a number in its range."""
+    """For each metric, a number in its range."""
     ranges = {metric: kinds.number(metric.low, metric.high) for metric in metrics}
     return {metric.name: kinds.optional(kind) if metric.optional else kind for metric, kind in ranges.items()}
 
@@ -155,7 +155,7 @@ def _compared(metrics: Sequence[Metric]) -> Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of one of the files; a field and its key have the same name.
+    """One line of a file; each field is stored under its name.
 
     Example:
         >>> row = MatchRow(
@@ -173,78 +173,78 @@ class Row:
     """
 
     identity: ClassVar[tuple[str, ...]]
-    """The fields in which no two rows of a file agree."""
+    """The fields whose values together identify a row: no two rows of a file agree in all of them."""
 
     @classmethod
     def schema(cls, metrics: Sequence[Metric] = ()) -> dict[str, Kind]:
-        """The kind of every key, but for the stamps; `metrics` are those of the audit."""
+        """The kind of every key except the stamps; `metrics` are those of the audit."""
         declared = {one.name: one.metadata["kind"] for one in dataclasses.fields(cls) if one.metadata}
         return {name: kind if isinstance(kind, Kind) else kind(metrics) for name, kind in declared.items()}
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The values of its identity."""
+        """The values of the fields in `identity`."""
         return tuple(getattr(self, name) for name in self.identity)
 
     def to_json(self) -> Json:
-        """The row as its line holds it, but for the stamps."""
+        """The row as it is stored in its line, without the stamps."""
         return with_lists(vars(self))
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """What `to_json` wrote, after it was checked against the schema; the stamps are left aside."""
+        """The row that `to_json` wrote, after it was checked against the schema; the stamps are ignored."""
         return cls(**with_tuples({one.name: values[one.name] for one in dataclasses.fields(cls)}))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow(Row):
-    """One attack on one victim under one defense. The blind guess is an attack without defense.
+    """One attack on one victim under one defense. The blind guess is an attack without a defense.
 
-    On disk every score stands under its metric's name, and is null where the metric could not be computed.
+    On disk every score is stored under its metric's name, and is null if the metric could not be computed.
 
     Args:
-        scores: by metric.
-        trained_on: the scores against what the client truly used, where the defense changed that.
-        label_correct: the share of labels that the attacker had right.
+        scores: the scores by metric.
+        trained_on: the scores against what the client really used, if the defense changed that.
+        label_correct: the share of labels that the attacker got right.
         power: how much of the update the defense changed.
         bound_mse: the least mean squared error of any attacker on smoothed inputs; None: no bound is known.
-        loss: the attacker's own at the end of its search; `loss_start` and `loss_late` when it began and after nine
-            tenths of it, `loss_restarts` at the end of each restart.
-        image: the picture of the reconstruction, a path in the folder, and `image_digest` that of the file;
+        loss: the attacker's own loss at the end of its search; `loss_start` is that at its beginning, `loss_late` that
+            after nine tenths of it, `loss_restarts` that at the end of each restart.
+        image: path of the reconstruction's picture in the folder, and `image_digest` the digest of that file;
             `original_digest` is that of the victim's own picture, in the rows of the blind guess.
     """
 
     identity = ("defense_spec", "attack_spec", "adaptive", "victim")
 
-    defense: str | None = _is(kinds.optional(kinds.text()))
-    defense_params: Mapping[str, Any] = _is(kinds.PARAMETERS)
-    defense_spec: str | None = _is(kinds.optional(kinds.text()))
-    attack: str = _is(kinds.text())
-    attack_params: Mapping[str, Any] = _is(kinds.PARAMETERS)
-    attack_spec: str = _is(kinds.text())
-    adaptive: bool = _is(kinds.FLAG)
-    server: str = _is(kinds.choice("passive", "active"))
-    dataset: str = _is(kinds.text())
-    model: str = _is(kinds.text())
-    seed: int = _is(kinds.whole(0, 2**63 - 1))
-    victim: int = _is(kinds.whole(0, kinds.MOST_ITEMS))
-    batch_size: int = _is(kinds.whole(1, kinds.MOST_ITEMS))
-    aggregated: int = _is(kinds.whole(1, kinds.MOST_ITEMS))
+    defense: str | None = _field(kinds.optional(kinds.text()))
+    defense_params: Mapping[str, Any] = _field(kinds.PARAMETERS)
+    defense_spec: str | None = _field(kinds.optional(kinds.text()))
+    attack: str = _field(kinds.text())
+    attack_params: Mapping[str, Any] = _field(kinds.PARAMETERS)
+    attack_spec: str = _field(kinds.text())
+    adaptive: bool = _field(kinds.FLAG)
+    server: str = _field(kinds.choice("passive", "active"))
+    dataset: str = _field(kinds.text())
+    model: str = _field(kinds.text())
+    seed: int = _field(kinds.integer(0, 2**63 - 1))
+    victim: int = _field(kinds.integer(0, kinds.MOST_ITEMS))
+    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
+    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
     scores: Mapping[str, float | None]
-    label_correct: float | None = _is(kinds.optional(kinds.SHARE))
-    leaked: bool = _is(kinds.FLAG)
-    power: float | None = _is(kinds.optional(kinds.AMOUNT))
-    bound_mse: float | None = _is(kinds.optional(kinds.AMOUNT))
-    trained_on: Mapping[str, float | None] | None = _is(_compared)
-    loss: float | None = _is(kinds.optional(kinds.ANY_NUMBER))
-    loss_start: float | None = _is(kinds.optional(kinds.ANY_NUMBER))
-    loss_late: float | None = _is(kinds.optional(kinds.ANY_NUMBER))
-    loss_restarts: tuple[float, ...] | None = _is(kinds.optional(kinds.listing(kinds.ANY_NUMBER, 100_000)))
-    iterations: int = _is(kinds.whole(0))
-    seconds: float | None = _is(kinds.optional(kinds.AMOUNT))
-    image: str | None = _is(kinds.optional(_PICTURE))
-    image_digest: str | None = _is(kinds.optional(kinds.digest()))
-    original_digest: str | None = _is(kinds.optional(kinds.digest()))
+    label_correct: float | None = _field(kinds.optional(kinds.SHARE))
+    leaked: bool = _field(kinds.FLAG)
+    power: float | None = _field(kinds.optional(kinds.AMOUNT))
+    bound_mse: float | None = _field(kinds.optional(kinds.AMOUNT))
+    trained_on: Mapping[str, float | None] | None = _field(_compared)
+    loss: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
+    loss_start: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
+    loss_late: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
+    loss_restarts: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, 100_000)))
+    iterations: int = _field(kinds.integer(0))
+    seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
+    image: str | None = _field(kinds.optional(_PICTURE))
+    image_digest: str | None = _field(kinds.optional(kinds.digest()))
+    original_digest: str | None = _field(kinds.optional(kinds.digest()))
 
     @property
     def method(self) -> MethodId:
@@ -253,61 +253,61 @@ class ResultRow(Row):
 
     @classmethod
     def schema(cls, metrics: Sequence[Metric] = ()) -> dict[str, Kind]:
-        """Those of the fields, and a number in its range for each metric."""
+        """The kinds of the fields, and for each metric a number in its range."""
         own, scores = super().schema(metrics), _kinds_of(metrics)
         if taken := scores.keys() & {*own, *STAMPS}:
-            raise ParameterError(f"metric {min(taken)!r}: expected a name that no key of a row has; choose another")
+            raise ParameterError(f"metric {min(taken)!r}: expected a name that is not a key of a row; choose another")
         return {**own, **scores}
 
     def to_json(self) -> Json:
-        """The row with its scores flat."""
+        """The row, with each score under its metric's name."""
         values = super().to_json()
         scores = values.pop("scores")
         return {**values, **scores}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """The row with its scores together: what is no other key is one."""
+        """The row, with its scores gathered: every key that is not a field or a stamp is a score."""
         others = {*cls.__dataclass_fields__, *STAMPS}
         return super().from_json({**values, "scores": {k: value for k, value in values.items() if k not in others}})
 
 
 @dataclass(frozen=True, kw_only=True)
 class UtilityRow(Row):
-    """What training under one defense costs; `diverged` is the round in which it did, None if it did not."""
+    """What training under one defense costs; `diverged` is the round in which it diverged, None if it did not."""
 
     identity = ("defense_spec",)
 
-    defense: str = _is(kinds.text())
-    defense_params: Mapping[str, Any] = _is(kinds.PARAMETERS)
-    defense_spec: str = _is(kinds.text())
-    accuracy: float = _is(kinds.SHARE)
-    baseline_accuracy: float = _is(kinds.SHARE)
-    pmm: float | None = _is(kinds.optional(kinds.AMOUNT))
-    loss: float | None = _is(kinds.optional(kinds.ANY_NUMBER))
-    round_seconds: float | None = _is(kinds.optional(kinds.AMOUNT))
-    upload_bytes: float | None = _is(kinds.optional(kinds.AMOUNT))
-    download_bytes: float | None = _is(kinds.optional(kinds.AMOUNT))
-    history: tuple[float, ...] = _is(kinds.listing(kinds.SHARE, 100_000))
-    diverged: int | None = _is(kinds.optional(kinds.whole(0)))
-    privacy: str | None = _is(kinds.optional(kinds.text()))
-    epsilon: float | None = _is(kinds.optional(kinds.AMOUNT))
+    defense: str = _field(kinds.text())
+    defense_params: Mapping[str, Any] = _field(kinds.PARAMETERS)
+    defense_spec: str = _field(kinds.text())
+    accuracy: float = _field(kinds.SHARE)
+    baseline_accuracy: float = _field(kinds.SHARE)
+    pmm: float | None = _field(kinds.optional(kinds.AMOUNT))
+    loss: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
+    round_seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
+    upload_bytes: float | None = _field(kinds.optional(kinds.AMOUNT))
+    download_bytes: float | None = _field(kinds.optional(kinds.AMOUNT))
+    history: tuple[float, ...] = _field(kinds.list_of(kinds.SHARE, 100_000))
+    diverged: int | None = _field(kinds.optional(kinds.integer(0)))
+    privacy: str | None = _field(kinds.optional(kinds.text()))
+    epsilon: float | None = _field(kinds.optional(kinds.AMOUNT))
 
 
 @dataclass(frozen=True, kw_only=True)
 class MatchRow(Row):
-    """The strength at which a defense costs the price, or why there is none (`found` is None).
+    """The strength at which a defense costs the price, or the reason why there is none (`found` is None).
 
-    `target` and `tolerance` are the price, `cost` is what was reached.
+    `target` and `tolerance` are the price, `cost` is the cost that was reached.
     """
 
     identity = ("asked",)
 
-    asked: str = _is(kinds.text())
-    found: str | None = _is(kinds.optional(kinds.text()))
-    kind: str = _is(kinds.choice("accuracy", "power", "bytes"))
-    target: float = _is(kinds.AMOUNT)
-    tolerance: float = _is(kinds.AMOUNT)
-    cost: float | None = _is(kinds.optional(kinds.ANY_NUMBER))
-    tries: int = _is(kinds.whole(0, 10_000))
-    reason: str | None = _is(kinds.optional(kinds.text()))
+    asked: str = _field(kinds.text())
+    found: str | None = _field(kinds.optional(kinds.text()))
+    kind: str = _field(kinds.choice("accuracy", "power", "bytes"))
+    target: float = _field(kinds.AMOUNT)
+    tolerance: float = _field(kinds.AMOUNT)
+    cost: float | None = _field(kinds.optional(kinds.ANY_NUMBER))
+    tries: int = _field(kinds.integer(0, 10_000))
+    reason: str | None = _field(kinds.optional(kinds.text()))

@@ -38,17 +38,17 @@ from gradveil.metrics import METRICS
 from gradveil.task import Task
 
 Tell = Callable[..., None]  # (steps done, steps in all)
-Piece = tuple[str, Callable[[Tell], None]]  # of the work, in words and to be done
+Piece = tuple[str, Callable[[Tell], None]]  # a piece of work: its description, and the function that does it
 
 
 @dataclass(frozen=True)
 class Step:
-    """Where an audit is: one piece of work, how far it is, and how much of the whole is done.
+    """The progress of an audit: the current piece of work, and how much of it and of the whole is done.
 
     Args:
-        what: the piece of work in words.
+        what: a description of the piece of work.
         share: how much of it is done, in [0, 1].
-        done: pieces finished, this one not counted.
+        done: pieces finished, not counting this one.
         total: pieces in all.
 
     Example:
@@ -63,12 +63,12 @@ class Step:
 
     @property
     def overall(self) -> float:
-        """How much of the whole audit is done, in [0, 1], every piece counting alike."""
+        """How much of the whole audit is done, in [0, 1]; every piece counts the same."""
         return (self.done + self.share) / self.total
 
 
 def default_folder(config: AuditConfig) -> Path:
-    """Where an audit goes unless told otherwise; different configs go to different folders."""
+    """The folder that an audit is written to by default; different configs have different folders."""
     stem = "-".join(slug(Path(parse_spec(spec)[0]).name) for spec in (config.dataset, config.model))
     return Path("audits") / f"{stem}-{config.digest}"
 
@@ -80,16 +80,16 @@ def run(
     resume: bool = False,
     progress: Callable[[Step], None] | None = None,
 ) -> None:
-    """Run what is missing of an audit.
+    """Run whatever an audit is still missing.
 
-    Every finished row is on disk at once. After a crash or an interrupt, the same call with ``resume=True`` goes on;
-    the rows are the same as those of an uninterrupted run.
+    Every finished row is written to disk immediately. After a crash or an interrupt, the same call with ``resume=True``
+    continues; the rows are the same as those of an uninterrupted run.
 
     Args:
-        config: what to audit. A model ``FILE.py@FUNCTION`` in it is code that runs.
-        folder: where results go. One that is resumed may come from anybody: its files are checked before anything
+        config: what to audit. A model ``FILE.py@FUNCTION`` in it is code that will run.
+        folder: where results go. A folder that is resumed may come from anybody: its files are checked before anything
             else happens, and the digest of the model's file before that file runs.
-        resume: go on in a folder that holds results of the same config.
+        resume: continue in a folder that holds results of the same config.
         progress: called as the work proceeds.
     """
     prepare_folder(folder, "audit")
@@ -103,10 +103,10 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
     subject = Subject.of(config)
     now = sealed(subject.describe())
     if before is None:
-        check_config(now)  # what is written must be what can be read
+        check_config(now)  # what is written must be readable again
         write_json(folder / CONFIG, now)
     else:
-        # The config may be the same and the rows not: other data or another model of the same name, another version.
+        # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
         decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
         _refuse_changes(folder, before, decisive, _BRING_BACK)
     pieces = list(_Work(subject, _Files(folder, before or now)).pieces())
@@ -126,31 +126,31 @@ def choose_threads(parameters: int) -> int:
 
 
 def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:
-    """What config.json says of an earlier run of this very config; None if the folder holds no audit."""
+    """The config.json of an earlier run with this same config; None if the folder holds no audit."""
     path = folder / CONFIG
     if not path.exists():
         for name in (RESULTS, UTILITY, MATCHES):
             if (folder / name).exists():
                 raise OutputError(
-                    f"audit: {folder} holds {name} but no {CONFIG} that tells what it is; choose another --out"
+                    f"audit: {folder} holds {name} but no {CONFIG} that describes it; choose another --out"
                 )
         return None
     if not resume:
-        raise OutputError(f"audit: {folder} holds an audit already; go on with --resume or choose another --out")
+        raise OutputError(f"audit: {folder} holds an audit already; continue it with --resume or choose another --out")
     described = read_audit(folder)
     before = AuditConfig.from_json(described)
     _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
     read_rows(folder, described)
-    # Before the file is run, which building the model does.
+    # This comes before the model is built, which runs the file.
     _refuse_changes(folder, described, {"model_file_digest": model_file_digest(config.model)}, _BRING_BACK)
     return described
 
 
-_BRING_BACK = "or bring back what it ran with"
+_BRING_BACK = "or restore what it ran with"
 
 
 def _refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], remedy: str) -> None:
-    """Refuse to go on where one of the values of `now` was another one."""
+    """Refuse to continue if one of the values of `now` was different before."""
     changed = [f"{name} was {before[name]!r}, now {now[name]!r}" for name in now if before[name] != now[name]]
     if changed:
         raise OutputError(
@@ -167,14 +167,15 @@ class Subject:
     """What an audit is about: data, model, victims, and a blind guess at them.
 
     Args:
-        config: what was asked for.
-        dataset: its training split is public but for what clients hold in the training; victims are of the test split.
+        config: the config of the audit.
+        dataset: its training split is public except for what clients hold in the training; victims are drawn from the
+            test split.
         task: the model as the server has it.
-        victims: who is attacked.
+        victims: the victims that are attacked.
         public: training examples that no client holds, which defenses and attackers may look at.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
-        blind_scores: what it scores by the primary metric, ``[victims, examples]``.
+        blind_scores: its scores by the primary metric, ``[victims, examples]``.
     """
 
     config: AuditConfig
@@ -188,7 +189,7 @@ class Subject:
 
     @classmethod
     def of(cls, config: AuditConfig) -> "Subject":
-        """Load and build what a config names; what it asks for is checked before anything runs."""
+        """Load and build what a config names; its settings are checked before anything runs."""
         name, parameters = parse_spec(config.dataset)
         dataset = data.load(name, **parameters)
         task = cases.build_task(
@@ -220,7 +221,7 @@ class Subject:
             train_split.inputs, train_split.targets, victims.targets.flatten(0, 1), len(dataset.classes)
         )
         blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
-        assert blind_scores is not None  # the primary metric is always there
+        assert blind_scores is not None  # the primary metric can always be computed
         places, _ = split_public(train_split, config.seed)
         return cls(
             config,
@@ -234,7 +235,7 @@ class Subject:
         )
 
     def case(self, stage: Stage, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
-        """The case of some of the victims."""
+        """The case of some of the victims, by default all."""
         config = self.config
         return Case(
             stage,
@@ -249,7 +250,7 @@ class Subject:
         )
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
-        """Which attackers a defense meets: plain, adaptive or both; without a defense there is nothing to know."""
+        """Which attackers a defense meets: plain (False), adaptive (True) or both; "none" leaves nothing to know."""
         wanted = self.config.adaptive
         if wanted is False or defense.name == "none":
             return [False]
@@ -311,7 +312,7 @@ def _training(config: AuditConfig) -> Training:
 
 
 class _Files:
-    """The rows of an audit on disk, and its pictures."""
+    """The rows and pictures of an audit on disk."""
 
     def __init__(self, folder: Path, described: Json) -> None:
         self.folder = folder
@@ -320,7 +321,7 @@ class _Files:
         self.matches = SealedLines(folder / MATCHES, MatchRow, described)
 
     def save_picture(self, stem: str, victim: int, content: bytes) -> tuple[str, str]:
-        """Write a picture; returns its path in the folder and its digest."""
+        """Write a picture, and return its path in the folder and its digest."""
         path = f"images/{stem}-v{victim}.png"
         (self.folder / path).parent.mkdir(exist_ok=True)
         (self.folder / path).write_bytes(content)
@@ -338,7 +339,7 @@ class _Work:
         self._stages: dict[tuple[str, str | None], tuple[Stage, float | None]] = {}
 
     def pieces(self) -> Iterator[Piece]:
-        """All pieces whose rows are not on disk yet, in their order."""
+        """All pieces whose rows are not on disk yet, in order."""
         config, done = self.config, {row.key for row in self.files.results.rows}
         victims = range(config.victims)
         if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
@@ -347,7 +348,7 @@ class _Work:
         for spec in config.defenses:
             if spec not in found:
                 yield f"matching {create_defense(spec).name}", partial(self._match, spec)
-        # What a match is yet to choose has no rows and all of its work to do.
+        # A defense that is still to be matched has no rows yet, so all of its work is missing.
         defenses = [(spec, found.get(spec, spec)) for spec in config.defenses if found.get(spec, spec) is not None]
         for spec, chosen in defenses:
             defense = create_defense(spec)
@@ -365,7 +366,7 @@ class _Work:
                 yield f"training under {create_defense(spec).name}", partial(self._train, spec)
 
     def _matched(self) -> dict[str, str | None]:
-        """The defenses as they are attacked, by how they were asked for; None: left out, at no strength it fits."""
+        """Map each defense asked for to the one that is attacked; None: left out, as no strength fits the price."""
         if self.config.match is None:
             return {spec: spec for spec in self.config.defenses}
         return {"none": "none", **{row.asked: row.found for row in self.files.matches.rows}}
@@ -402,10 +403,10 @@ class _Work:
         self.files.results.append(rows)
 
     def _attack(self, spec: str, attack: Attack, adaptive: bool, chunk: range, missing: set[int], tell: Tell) -> None:
-        """Attack a whole chunk, so that each row is what it would be in any other run; keep what is missing."""
+        """Attack a whole chunk, so that each row is the same in every run; keep only the missing rows."""
         prepared = self._stage(spec, attack)
         if prepared is None:
-            return  # the match left it out
+            return  # the match left this defense out
         stage, bound_mse = prepared
         case = self.subject.case(stage, attack, adaptive, self.subject.victims.part(chunk))
         seen = cases.observe(self._fitted_case(case, tell))
@@ -422,16 +423,16 @@ class _Work:
         )
 
     def _stage(self, spec: str, attack: Attack) -> tuple[Stage, float | None] | None:
-        """The prepared defense on the model that the server sends, and the bound; None if the match left it out.
+        """The defense prepared for the model that the server sends, and the bound; None if the match left it out.
 
-        Made once for all attackers that leave the model alone, and once for each that does not.
+        It is made once for all attacks that do not change the model, and once for each attack that does.
         """
         chosen = self._matched()[spec]
         if chosen is None:
             return None
         key = chosen, str(attack) if attack.server == "active" else None
         if key not in self._stages:
-            # Defenses come one after the other; nobody asks for an earlier one again.
+            # Defenses are processed one after the other, so the stages of earlier ones are not needed again.
             self._stages = {other: stage for other, stage in self._stages.items() if other[0] == chosen}
             subject = self.subject
             stage = cases.prepare(
@@ -441,10 +442,10 @@ class _Work:
         return self._stages[key]
 
     def _fitted_case(self, case: Case, tell: Tell) -> Case:
-        """The case with an attacker who has learned, once for all chunks."""
+        """The case with its attack fitted, which happens once for all chunks."""
         key = str(case.attack), str(case.stage.defense), bool(case.adaptive)
         if key not in self._fitted:
-            # As with stages, nobody asks for those of an earlier defense again.
+            # As with stages, those of earlier defenses are not needed again.
             self._fitted = {other: attack for other, attack in self._fitted.items() if other[1] == key[1]}
             self._fitted[key] = cases.fit(case, progress=tell).attack
         return replace(case, attack=self._fitted[key])
@@ -495,7 +496,7 @@ class _Work:
     def _train(self, spec: str, tell: Tell) -> None:
         chosen = self._matched()[spec]
         if chosen is None:
-            return  # the match left it out
+            return  # the match left this defense out
         defense, subject = create_defense(chosen), self.subject
         result = train(subject.task, subject.dataset, defense, _training(self.config), progress=tell)
         undefended = [row.accuracy for row in self.files.utility.rows if row.defense_spec == "none"]
@@ -518,6 +519,6 @@ class _Work:
 
 
 def _named(kind: str, method: Method | None, *, absent: str | None) -> dict[str, Any]:
-    """A method as rows name it."""
+    """The keys of a row that name a method."""
     name, spec = (method.name, str(method)) if method else (absent, absent)
     return {kind: name, f"{kind}_params": method.parameters if method else {}, f"{kind}_spec": spec}

@@ -1,8 +1,8 @@
-"""What a value in the files of an audit folder may be: kinds, and the checks of JSON objects against them.
+"""The kinds of values in the files of an audit folder, and the checks of JSON objects against them.
 
 A folder may come from somebody else, or may have been damaged or mixed up with another. So every key has a type and a
-range, unknown and missing keys are refused, and every object carries a digest over its own text. The kinds of every
-file's keys are in `gradveil.audit.rows`.
+range, unknown and missing keys are refused, and every object carries a digest of its own content. `gradveil.audit.rows`
+declares the kinds of every file's keys.
 """
 
 import json
@@ -18,8 +18,8 @@ from gradveil.federation.digests import DIGITS, json_digest
 Json = dict[str, Any]
 
 DIGEST = "digest"
-REMEDY = "mend or remove it, or run the audit again into another folder"
-ROUNDING = 1e-6  # a mean of values at the end of a range may lie this far outside
+REMEDY = "fix or remove it, or run the audit again into another folder"
+ROUNDING = 1e-6  # a mean of values at the end of a range may lie this far outside it
 
 MOST_TEXT = 10_000
 MOST_COMMAND = 1_000_000
@@ -34,8 +34,8 @@ class Kind:
     """What a value must be, in words and as a check.
 
     Args:
-        words: what is expected, as an error says it.
-        holds: whether a value is that.
+        words: what is expected, in the words of an error message.
+        holds: whether a value is of this kind.
 
     Example:
         >>> share = Kind("a number from 0 to 1", lambda value: isinstance(value, float) and 0 <= value <= 1)
@@ -63,18 +63,18 @@ def _range(low: float, high: float) -> str:
 
 
 def number(low: float = -math.inf, high: float = math.inf) -> Kind:
-    """A finite number in a range; true and false are none."""
+    """A finite number in a range; true and false are not numbers."""
 
     def holds(value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
-        # An int may be too large for a float, and compares all the same.
+        # An int may be too large for a float, but can be compared all the same.
         return low - ROUNDING <= value <= high + ROUNDING and (isinstance(value, int) or math.isfinite(value))
 
     return Kind(f"a finite number{_range(low, high)}", holds)
 
 
-def whole(low: int, high: int = MOST_COUNT) -> Kind:
+def integer(low: int, high: int = MOST_COUNT) -> Kind:
     """A whole number in a range."""
     return Kind(
         f"a whole number{_range(low, high)}",
@@ -83,7 +83,7 @@ def whole(low: int, high: int = MOST_COUNT) -> Kind:
 
 
 def text(longest: int = MOST_TEXT) -> Kind:
-    """A text that a terminal shows as it is: a control character could rewrite what the terminal shows."""
+    """A text of printable characters: a control character could rewrite what a terminal shows."""
     return Kind(
         f"a text of at most {longest:,} printable characters",
         lambda value: isinstance(value, str) and len(value) <= longest and value.isprintable(),
@@ -91,7 +91,7 @@ def text(longest: int = MOST_TEXT) -> Kind:
 
 
 def digest() -> Kind:
-    """What `digest_of` returns."""
+    """A digest as `digest_of` returns it."""
     return Kind(
         f"{DIGITS} hexadecimal digits",
         lambda value: isinstance(value, str) and re.fullmatch(f"[0-9a-f]{{{DIGITS}}}", value) is not None,
@@ -99,24 +99,24 @@ def digest() -> Kind:
 
 
 def choice(*known: str) -> Kind:
-    """One of some words."""
+    """One of a few words."""
     return Kind(f"one of {', '.join(known)}", lambda value: isinstance(value, str) and value in known)
 
 
 def optional(kind: Kind) -> Kind:
-    """Or null."""
+    """A value of a kind, or null."""
     return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
 
 
-def listing(kind: Kind, most: int = MOST_ITEMS) -> Kind:
-    """A list of one kind."""
+def list_of(kind: Kind, most: int = MOST_ITEMS) -> Kind:
+    """A list of values of one kind."""
     return Kind(
         f"a list of at most {most:,}, each {kind.words}",
         lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.holds, value)),
     )
 
 
-def mapping(kind: Kind, most: int) -> Kind:
+def object_of(kind: Kind, most: int) -> Kind:
     """An object whose keys are texts and whose values are of one kind."""
     return Kind(
         f"an object of at most {most:,} entries, each {kind.words}",
@@ -148,13 +148,13 @@ AMOUNT = number(0)
 ANY_NUMBER = number()
 TARGET = Kind(
     "a number or a list of at most 10,000 numbers",
-    lambda value: ANY_NUMBER.holds(value) or listing(ANY_NUMBER, 10_000).holds(value),
+    lambda value: ANY_NUMBER.holds(value) or list_of(ANY_NUMBER, 10_000).holds(value),
 )
-PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec says the same
+PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec holds the same
 
 
 def digest_of(values: Mapping[str, Any]) -> str:
-    """Over everything but the digest itself, whatever the order of the keys.
+    """Digest of everything except the digest itself; the order of the keys does not matter.
 
     >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1, "digest": "-"})
     True
@@ -167,13 +167,13 @@ def digest_of(values: Mapping[str, Any]) -> str:
 def sealed(values: Mapping[str, Any]) -> Json:
     """The values with their digest.
 
-    It tells damage, hand edits and mix-ups; somebody who recomputes it can write what they like.
+    It reveals damage, hand edits and mix-ups; somebody who recomputes it can write what they like.
     """
     return {**values, DIGEST: digest_of(values)}
 
 
 def check_seal(where: str, values: Mapping[str, Any]) -> None:
-    """Refuse values that are no longer those that were written."""
+    """Raise if the values are no longer those that were written."""
     if values[DIGEST] != digest_of(values):
         raise DataError(
             f"{where}: expected values with the digest {values[DIGEST]}, got others ({digest_of(values)}), so it was "
@@ -182,7 +182,7 @@ def check_seal(where: str, values: Mapping[str, Any]) -> None:
 
 
 def check(where: str, values: Mapping[str, Any], schema: Schema, remedy: str = REMEDY) -> None:
-    """Refuse values that are not of the kinds of a schema, by key."""
+    """Raise unless the values have exactly the keys and kinds of a schema."""
     for key, kind in schema.items():
         if key not in values or not kind.holds(values[key]):
             refuse(where, key, kind.words, short(values[key]) if key in values else "nothing", remedy)
@@ -196,7 +196,7 @@ def refuse(where: str, key: str, expected: str, got: str, remedy: str = REMEDY) 
 
 
 def parse(where: str, content: bytes, remedy: str = REMEDY, *, finite: bool = True) -> Json:
-    """One JSON object; keys that are there twice are refused, and if numbers must be `finite`, NaN and infinities."""
+    """Parse one JSON object; repeated keys are refused, and with `finite` also NaN and infinities."""
     try:
         values = json.loads(content, parse_constant=_no_number if finite else float, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:  # covers bad JSON, bad UTF-8 and numbers of thousands of digits
@@ -209,7 +209,7 @@ def parse(where: str, content: bytes, remedy: str = REMEDY, *, finite: bool = Tr
 def short(value: object) -> str:
     """A value for an error message, in one line and not too long."""
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**18:
-        return "a number of more than 18 digits"  # Python refuses to print very long ones
+        return "a number of more than 18 digits"  # Python refuses to print very long numbers
     try:
         words = repr(value[:200] if isinstance(value, str | bytes | list) else value)
     except ValueError:  # such a number somewhere inside
@@ -218,7 +218,7 @@ def short(value: object) -> str:
 
 
 def _no_number(word: str) -> NoReturn:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows on disk: appended when they are finished, never lost, never written twice."""
+"""Rows on disk: each is appended when it is finished, never lost, never written twice."""
 
 import hashlib
 import json
@@ -17,15 +17,15 @@ from gradveil.federation.digests import DIGITS
 
 CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
 BLIND_GUESS = "blind-guess"
-"""What a row calls the attack that has no update to attack."""
+"""The name in rows of the attack that uses no update."""
 
-LONGEST_NAME = 80  # two of them and a word fit in the 255 that file systems take
+LONGEST_NAME = 80  # two of them and a word fit into the 255 bytes that file systems allow
 
 
 def slug(text: str) -> str:
-    """A spec as the name of a file or folder: readable, one of its own for every spec, never too long.
+    """A spec as the name of a file or folder: readable, different for every spec, never too long.
 
-    The separators ``: , +`` become hyphens. Where anything else has to be replaced, or the name would be longer than
+    The separators ``: , +`` become hyphens. If anything else has to be replaced, or the name would be longer than
     `LONGEST_NAME`, it is cut and ends with eight digits of the SHA-256 of the spec.
 
     >>> slug("top-k:keep=0.1+error-feedback")
@@ -44,15 +44,16 @@ def slug(text: str) -> str:
 
 
 def resume_command(folder: Path, model: str | None = None, command: str = "audit", plugins: Sequence[str] = ()) -> str:
-    """The command that goes on with the audit, or training, in a folder; files with code have to be named again.
+    """The command that resumes the audit, or training, in a folder; files whose code runs have to be named again.
 
     >>> resume_command(Path("my audit"))
     "gradveil audit --resume --out 'my audit'"
     >>> resume_command(Path("mine"), "mine.py@build")
     'gradveil audit --resume --out mine --model mine.py@build'
     """
-    named = [] if model is None else ["--model", model]
-    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *named, *_plugin_options(plugins)])
+    model_option = [] if model is None else ["--model", model]
+    options = [*model_option, *_plugin_options(plugins)]
+    return shlex.join(["gradveil", command, "--resume", "--out", str(folder), *options])
 
 
 def _plugin_options(files: Iterable[str]) -> list[str]:
@@ -60,7 +61,7 @@ def _plugin_options(files: Iterable[str]) -> list[str]:
 
 
 def command_line(settings: Mapping[str, Any]) -> str:
-    """The command that runs an audit of these settings, and maybe ``plugin_files``, again."""
+    """The command that runs an audit with these settings (`AuditConfig.to_json`, and ``plugin_files`` if there are any)."""
     words = ["gradveil", "audit", "--dataset", settings["dataset"], "--model", settings["model"]]
     for key, option in (("defenses", "--defense"), ("attacks", "--attack")):
         for spec in settings[key]:
@@ -78,31 +79,31 @@ def command_line(settings: Mapping[str, Any]) -> str:
 
 
 def bytes_digest(content: bytes) -> str:
-    """By which the report knows a picture that is no longer the one that was written."""
+    """Digest by which the report notices that a picture is no longer the one that was written."""
     return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """The content of a regular file of at most `most` bytes; anything else raises `DataError`."""
+    """Read a regular file of at most `most` bytes; anything else raises `DataError`."""
     try:
         if not path.is_file():
             raise DataError(f"{path.name}: expected a file, got something else; remove it or choose another folder")
         if (size := path.stat().st_size) > most:
-            raise DataError(f"{path.name}: expected at most {most:,} bytes, got {size:,}; this is no file of an audit")
+            raise DataError(f"{path.name}: expected at most {most:,} bytes, got {size:,}; this is not an audit file")
         return path.read_bytes()
     except OSError as error:
         raise DataError(f"{path.name}: expected a file that can be read, got {error.strerror}") from error
 
 
 def read_json(path: Path, remedy: str = REMEDY) -> Json:
-    """The JSON object of a whole file; anything else raises `DataError`."""
+    """Read a file that holds one JSON object; anything else raises `DataError`."""
     return parse(path.name, read_file(path, 64 * 2**20), remedy)
 
 
 class Lines(NamedTuple):
-    """The objects of a file, each with the words for where it stands, and how the file ends.
+    """The objects of a file, each with a description of its position, and how the file ends.
 
-    `torn`: its last line was cut short, after `size` whole bytes; `ended`: its last row has a line end.
+    `torn`: the last line was cut short, after `size` good bytes; `ended`: the last row has a line end.
     """
 
     rows: list[tuple[str, Json]]
@@ -112,10 +113,10 @@ class Lines(NamedTuple):
 
 
 def read_lines(path: Path, *, finite: bool = True) -> Lines:
-    """The JSON objects of a file, one per line; none if it is not there.
+    """Read the JSON objects of a file, one per line; none if the file does not exist.
 
-    A kill can cut only the last line short, which then has no line end: it is left out. Any other line that is no
-    object raises `DataError` with its number.
+    If the writer is killed, only the last line can be cut short, and then it has no line end: it is left out. Any other
+    line that is not an object raises `DataError` with its number.
     """
     content = read_file(path, 512 * 2**20) if path.exists() else b""
     lines = content.split(b"\n")
@@ -139,7 +140,7 @@ class JsonLines:
 
     Args:
         path: the file; it need not exist yet.
-        finite: whether a file that holds NaN or infinities is refused; none are ever written.
+        finite: whether a file that holds NaN or infinities is refused; these are never written.
 
     Example:
         >>> import tempfile
@@ -153,15 +154,15 @@ class JsonLines:
         self.path = path
         found = read_lines(path, finite=finite)
         self.rows = [row for _, row in found.rows]
-        self._begin = "" if found.ended else "\n"
+        self._separator = "" if found.ended else "\n"
         if found.torn:
             with writing(path):
                 os.truncate(path, found.size)
 
     def append(self, rows: Iterable[Json]) -> None:
-        """Add rows and wait until they are on disk; all of them or, where that fails (`OutputError`), none."""
+        """Add rows and wait until they are on disk: all of them or, if that fails (`OutputError`), none."""
         rows = list(rows)
-        text = self._begin + "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
+        text = self._separator + "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         with writing(self.path):
             size = self.path.stat().st_size if self.path.exists() else 0
             try:
@@ -174,4 +175,4 @@ class JsonLines:
                     os.truncate(self.path, size)
                 raise
         self.rows += rows
-        self._begin = ""
+        self._separator = ""

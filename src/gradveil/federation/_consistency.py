@@ -1,6 +1,6 @@
-"""Whether what a checkpoint says can be true of a training: whatever the seed and the model decide is compared.
+"""Checks that a checkpoint fits its training: whatever the seed and the model determine is compared.
 
-A digest finds damage. These checks find a file that is whole and wrong: written by other code, or put together from
+A digest finds damage. These checks find a file that is undamaged but wrong: written by other code, or put together from
 parts. Above all, the rounds from which epsilon is computed must be those in which the seed has drawn each client.
 Everything that does not fit raises `ValueError`.
 """
@@ -22,36 +22,36 @@ FAULT_FIELDS = len(Fault.__dataclass_fields__)
 
 
 def check_like(group: str, expected: Mapping[str, Tensor], got: Mapping[str, Tensor], *, ordered: bool) -> None:
-    """Names, shapes and types, and with `ordered` the order of the names: layers are worked on in it."""
+    """Compare names, shapes and types, and if `ordered` also the order of the names, in which layers are processed."""
     if list(got) != list(expected) if ordered else got.keys() != expected.keys():
-        raise ValueError(f"{group} are {list(got)}, those of this training {list(expected)}")
+        raise ValueError(f"{group} are {list(got)}, those of this training are {list(expected)}")
     for name, value in got.items():
-        one, other = ((list(some.shape), some.dtype) for some in (value, expected[name]))
-        if one != other:
-            raise ValueError(f"{group}: {name!r} is {one}, of this training {other}")
+        saved, wanted = ((list(tensor.shape), tensor.dtype) for tensor in (value, expected[name]))
+        if saved != wanted:
+            raise ValueError(f"{group}: {name!r} is {saved}, in this training it is {wanted}")
 
 
 def check_finite(group: str, fresh: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Finite wherever the tensors at the beginning of the training are: a model's own buffers may hold infinities."""
+    """Require finite values wherever those of the `fresh` training are: a model's own buffers may hold infinities."""
     for name, value in got.items():
         if (fresh[name].isfinite() & ~value.isfinite()).any():
             raise ValueError(f"{group}: {name!r} holds NaN or infinity")
 
 
 def check_squares(group: str, got: Mapping[str, Tensor]) -> None:
-    """Means of squares are never negative and never NaN; they may overflow, and a training goes on."""
+    """Require what means of squares are: never negative, never NaN. They may overflow without stopping a training."""
     for name, value in got.items():
         if not (value >= 0).all():
-            raise ValueError(f"{group}: {name!r} holds what no square can be")
+            raise ValueError(f"{group}: {name!r} holds values that no square can have")
 
 
 def read_records(saved: Any, training: Training) -> list[RoundRecord]:
-    """The records of the rounds from 0 on."""
+    """Read the records of the rounds, which must count from 0."""
     records = []
     for number, fields in enumerate(_list(saved, "records")):
         record = RoundRecord(*_list(fields, f"record {number}", RECORD_FIELDS))
-        whole("round of a record", record.round, number, number)
-        whole(f"clients of round {number}", record.clients, 0, training.drawn_clients)
+        whole_number("round of a record", record.round, number, number)
+        whole_number(f"clients of round {number}", record.clients, 0, training.drawn_clients)
         times = tuple(getattr(record, name) for name in TIMES)
         if not all(type(value) is float and 0 <= value < math.inf for value in times):
             raise ValueError(f"the times of round {number} are {times}")
@@ -72,19 +72,19 @@ def _check_accuracy(record: RoundRecord, training: Training) -> None:
 
 
 def check_history(saved: Any, records: Sequence[RoundRecord]) -> None:
-    """What the records say about accuracy must stand in the history."""
+    """Require that the history holds exactly the accuracies in the records."""
     history = history_of(records)
     if saved != [list(entry) for entry in history]:
-        raise ValueError(f"the history is {saved}, by the records {history}")
+        raise ValueError(f"the history is {saved}, but the records say {history}")
 
 
 def read_faults(saved: Any, training: Training, begun: int) -> list[Fault]:
-    """The faults in the first `begun` rounds, in order."""
+    """Read the faults, which must lie in the first `begun` rounds, in order."""
     faults = [Fault(*_list(fields, "a fault", FAULT_FIELDS)) for fields in _list(saved, "faults")]
     latest = 0
     for fault in faults:
-        latest = whole("round of a fault", fault.round, latest, begun - 1)
-        whole("client of a fault", fault.client, 0, training.clients - 1)
+        latest = whole_number("round of a fault", fault.round, latest, begun - 1)
+        whole_number("client of a fault", fault.client, 0, training.clients - 1)
         if fault.kind not in KINDS or not isinstance(fault.reason, str):
             raise ValueError(f"a fault is {fault.kind!r}, because {fault.reason!r}")
     return faults
@@ -100,50 +100,50 @@ def check_rounds(
     diverged: int | None,
     rounds_of: Any,
 ) -> Counter[int]:
-    """In how many rounds each client took part: all that the seed drew, but those who had nothing finite to send.
+    """Count the rounds in which each client took part: the seed drew it, and its gradients were finite.
 
-    What is saved must be just that, and the clients and steps counted in `records` and `steps` must fit it.
+    The saved `rounds_of` must equal that, and the clients in `records` and the `steps` must fit it.
     """
     begun = number + (diverged == number)
     absent: dict[str, list[set[int]]] = {kind: [set() for _ in range(begun)] for kind in (NOT_FINITE, MISSING)}
     for fault in faults:
         if fault.kind in absent:
             if fault.client in absent[fault.kind][fault.round]:
-                raise ValueError(f"client {fault.client} is twice {fault.kind} in round {fault.round}")
+                raise ValueError(f"client {fault.client} is {fault.kind} twice in round {fault.round}")
             absent[fault.kind][fault.round].add(fault.client)
     took_part: Counter[int] = Counter()
     expected_steps = 0
     for done in range(begun):
         drawn, silent, missing = {*choose_clients(training, done)}, absent[NOT_FINITE][done], absent[MISSING][done]
         if silent & missing or not silent | missing <= drawn:
-            raise ValueError(f"in round {done}, others had faults than the clients that were drawn")
+            raise ValueError(f"in round {done}, the clients with faults do not fit those that were drawn")
         arrived = len(drawn) - len(silent) - len(missing)
         if done < number and records[done].clients != arrived:
-            raise ValueError(f"round {done} has {records[done].clients} clients, by its faults {arrived}")
+            raise ValueError(f"round {done} has {records[done].clients} clients, but its faults leave {arrived}")
         took_part.update(drawn - silent)
         expected_steps += arrived > 0
     if steps != expected_steps:
-        raise ValueError(f"the server made {steps} steps, by the records {expected_steps}")
+        raise ValueError(f"the server took {steps} steps, but the records say {expected_steps}")
     if rounds_of != [list(entry) for entry in sorted(took_part.items())]:
-        raise ValueError(f"clients took part in {rounds_of} rounds, by the seed in {sorted(took_part.items())}")
+        raise ValueError(f"clients took part in {rounds_of} rounds, but the seed says {sorted(took_part.items())}")
     return took_part
 
 
 def read_memories(saved: Any, training: Training) -> dict[int, MemoryFile]:
-    """The clients' files."""
+    """Read which file holds each client's memory."""
     files = {}
     for entry in _list(saved, "memories"):
         client, version, digest = _list(entry, "a memory", 3)
-        whole("client of a memory", client, 0, training.clients - 1)
-        whole("version of a memory", version, 0, 2**63)
+        whole_number("client of a memory", client, 0, training.clients - 1)
+        whole_number("version of a memory", version, 0, 2**63)
         if client in files or not isinstance(digest, str) or not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(f"the memory of client {client} is {digest!r}")
         files[client] = MemoryFile(version, digest)
     return files
 
 
-def whole(what: str, value: Any, low: int, high: int) -> int:
-    """`value`, if it is a whole number in that range."""
+def whole_number(what: str, value: Any, low: int, high: int) -> int:
+    """Return `value` if it is a whole number in that range."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{what} is {value!r}, expected a whole number from {low} to {high}")
     return value

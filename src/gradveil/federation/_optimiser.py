@@ -20,8 +20,8 @@ class ServerOptimiser:
     Adam has the usual bias correction, a second decay rate of 0.999 and an epsilon of 1e-8.
 
     Args:
-        training: says which, and at what rates.
-        parameters: the weights at the start, for their shapes.
+        training: gives the optimiser, its learning rates and momentum.
+        parameters: the initial weights, which give the shapes of the moments.
 
     Example:
         >>> optimiser = ServerOptimiser(Training(lr=0.1, momentum=0.5), {"w": torch.zeros(1)})
@@ -39,7 +39,7 @@ class ServerOptimiser:
             self.second = {name: torch.zeros_like(value) for name, value in parameters.items()}
 
     def step(self, parameters: Mapping[str, Tensor], update: Mapping[str, Tensor], number: int) -> Gradients:
-        """The weights after round `number`; nothing given is changed."""
+        """Return the weights after round `number`; the arguments are not changed."""
         lr, decay = self._training.learning_rate(number), self._training.momentum
         self.steps += 1
         if not self.second:

@@ -1,7 +1,7 @@
-"""Tensors on disk: safetensors files that are there whole or not at all, and that show every later change.
+"""Tensors on disk: safetensors files that are written completely or not at all, and in which any change is detected.
 
 Each file carries the SHA-256 of all its other bytes: the tensors, their names, shapes and types, and the text about
-them. It is checked before anything in the file is believed. It finds damage, not forgery: whoever can write to the
+them. It is checked before anything in the file is trusted. It detects damage, not forgery: whoever can write to the
 folder can also compute a new digest.
 """
 
@@ -24,16 +24,16 @@ ABOUT = "gradveil"
 """The entry of a file's metadata that holds our JSON."""
 
 DIGEST = "sha256"
-"""The entry of a file's metadata that holds the digest, taken with zeros in its place."""
+"""The entry of a file's metadata that holds the digest, which is computed with zeros in its place."""
 
 _ZEROS = 64 * b"0"
-# Unescaped quotes: inside names and our own text, JSON would have put a backslash before each.
+# Only the entry itself has unescaped quotes: inside names and our own text, JSON puts a backslash before each.
 _DIGEST_ENTRY = re.compile(rb'"%s":"([0-9a-f]{64})"' % DIGEST.encode())
-_PREFIX = 8  # bytes that hold the length of the header
+_PREFIX_BYTES = 8  # hold the length of the header
 
 
 def save_atomically(path: Path, tensors: Mapping[str, Tensor], about: Any) -> str:
-    """Write tensors, and `about` as JSON beside them; whoever reads finds the file before this or the one after.
+    """Write tensors, with `about` as JSON next to them; a reader finds either the old file or the new one.
 
     Returns:
         the file's digest, for `load`.
@@ -43,27 +43,27 @@ def save_atomically(path: Path, tensors: Mapping[str, Tensor], about: Any) -> st
         content = bytes_of({name: value.contiguous() for name, value in tensors.items()}, metadata)
     except SafetensorError as error:
         raise OutputError(f"{path}: expected tensors that can be saved, got others: {error}") from error
-    place = _digest_place(content)
-    assert place is not None
-    digest = _digest(content, place)
+    position = _digest_position(content)
+    assert position is not None
+    digest = _digest(content, position)
     view = memoryview(content)
-    replace_file(path, [view[: place.start], digest.encode(), view[place.stop :]])
+    replace_file(path, [view[: position.start], digest.encode(), view[position.stop :]])
     return digest
 
 
 def load(path: Path, digest: str | None = None) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a file that `save_atomically` wrote, and what it says about them.
+    """Read the tensors of a file that `save_atomically` wrote, and the `about` next to them.
 
     Args:
         path: the file.
-        digest: what `save_atomically` returned for it; None: whatever the file itself says.
+        digest: what `save_atomically` returned for it; None: accept the digest that the file itself carries.
     """
     content = _checked_content(path, digest)
     try:
-        header = json.loads(content[_PREFIX : _PREFIX + _header_length(content)])
+        header = json.loads(content[_PREFIX_BYTES : _PREFIX_BYTES + _header_length(content)])
         about = json.loads(header["__metadata__"][ABOUT])
         return tensors_from(content), about
-    # What it says was written by somebody who can compute digests, so anything can be in it.
+    # Anybody can compute a digest, so a file with a valid one may still hold anything.
     except (SafetensorError, LookupError, ValueError, TypeError, RecursionError, AssertionError, RuntimeError) as error:
         raise DataError(f"{path}: expected a file that gradveil wrote, got something else: {_line(error)}") from error
 
@@ -77,44 +77,45 @@ def _checked_content(path: Path, digest: str | None) -> bytes:
     try:
         content = path.read_bytes()
     except FileNotFoundError as error:
-        raise DataError(f"{path}: expected a file that gradveil wrote, got no such file; start anew") from error
+        raise DataError(f"{path}: expected a file that gradveil wrote, got no such file; start over") from error
     except OSError as error:
         raise DataError(f"{path}: expected a file that can be read, got: {error.strerror}") from error
-    place = _digest_place(content)
-    if place is None:
+    position = _digest_position(content)
+    if position is None:
         raise DataError(f"{path}: expected a file that gradveil wrote, got something else: it carries no digest")
-    said = content[place].decode()
-    if _digest(content, place) != said:
+    carried = content[position].decode()
+    if _digest(content, position) != carried:
         raise DataError(
             f"{path}: expected a file as gradveil wrote it, got one that was damaged or changed since (its digest does "
-            "not fit); bring back a copy or start anew"
+            "not fit); restore a copy or start over"
         )
-    if digest is not None and digest != said:
+    if digest is not None and digest != carried:
         raise DataError(
             f"{path}: expected the file that the checkpoint was saved with, got another one (of another round, client "
-            "or training); bring that one back or start anew"
+            "or training); restore that one or start over"
         )
     return content
 
 
-def _digest(content: bytes, place: slice) -> str:
+def _digest(content: bytes, position: slice) -> str:
     view = memoryview(content)
-    state = hashlib.sha256(view[: place.start])
+    state = hashlib.sha256(view[: position.start])
     state.update(_ZEROS)
-    state.update(view[place.stop :])
+    state.update(view[position.stop :])
     return state.hexdigest()
 
 
-def _digest_place(content: bytes) -> slice | None:
-    """Where the digest stands; None if it is not exactly one in the header."""
-    places = [match.span(1) for match in _DIGEST_ENTRY.finditer(content, _PREFIX, _PREFIX + _header_length(content))]
-    return slice(*places[0]) if len(places) == 1 else None
+def _digest_position(content: bytes) -> slice | None:
+    """Where the digest is; None if the header does not hold exactly one."""
+    end = _PREFIX_BYTES + _header_length(content)
+    positions = [match.span(1) for match in _DIGEST_ENTRY.finditer(content, _PREFIX_BYTES, end)]
+    return slice(*positions[0]) if len(positions) == 1 else None
 
 
 def _header_length(content: bytes) -> int:
-    return min(int.from_bytes(content[:_PREFIX], "little"), len(content))
+    return min(int.from_bytes(content[:_PREFIX_BYTES], "little"), len(content))
 
 
 def _line(error: Exception) -> str:
-    """An error on one line: torch's come with several."""
+    """An error on one line: torch's have several."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,11 +1,11 @@
-"""Checkpoints: all that a training needs to go on as if it had never stopped.
+"""Checkpoints: all that a training needs to continue as if it had never stopped.
 
-Randomness is derived from the seed, the round and the client, and what `Defense.prepare` found is found again, so
-neither has to be saved.
+Randomness is derived from the seed, the round and the client, and `Defense.prepare` is run again with the same outcome,
+so neither has to be saved.
 
-A checkpoint is believed only if it is whole (a digest over all of it, and one for each client's memory beside it) and
-if it fits the training that goes on: see `storage` and `consistency`. That guards against damage and mix-ups, not
-against forgery: whoever can write to the folder can make up a checkpoint, so keep it where only you can.
+A checkpoint is accepted only if it is undamaged (there is a digest of the file, and one for each client's memory file)
+and if it fits the training that is resumed: see `_storage` and `_consistency`. That guards against damage and mix-ups,
+not against forgery: whoever can write to the folder can make up a checkpoint, so keep it where only you can write.
 """
 
 import dataclasses
@@ -45,14 +45,14 @@ class State:
 
     Args:
         parameters: the weights.
-        buffers: what is not trained, batch-norm statistics among it.
-        optimiser: the server's, with its moments.
-        memories: the clients' own states.
-        number: the next round.
+        buffers: what is not trained, such as batch-norm statistics.
+        optimiser: the server's optimiser with its moments.
+        memories: the memories that the defense keeps for each client.
+        number: the number of the next round.
         server_memory: what the server's side of the defense remembers.
         records, faults: what was measured and noted so far.
         rounds_of: in how many rounds each client took part.
-        diverged: the round in which the training was stopped.
+        diverged: the round in which the training was stopped; None: it was not.
 
     Example:
         >>> State.__dataclass_fields__["number"].default
@@ -72,12 +72,12 @@ class State:
 
 
 class Checkpoints:
-    """The checkpoint of one training in a folder: a file that is replaced, and the clients' memories beside it.
+    """The checkpoint of one training: a file that each save replaces, and the clients' memories next to it.
 
     Args:
-        folder: where they are; it exists, and this training has locked it.
-        identity: what tells this training from others, see `identify`; only the same one may go on.
-        training: what the numbers in a checkpoint must fit.
+        folder: where the files are; it exists, and this training has locked it.
+        identity: what distinguishes this training from others, see `identify`; only the same training may be resumed.
+        training: the training that the numbers in a checkpoint must fit.
     """
 
     def __init__(self, folder: Path, identity: Mapping[str, Any], training: Training) -> None:
@@ -85,11 +85,11 @@ class Checkpoints:
 
     @property
     def path(self) -> Path:
-        """The file."""
+        """The checkpoint file."""
         return self.folder / FILE
 
     def save(self, state: State) -> None:
-        """Save everything; a crash or a full disk leaves the checkpoint before this one intact."""
+        """Save everything; a crash or a full disk leaves the previous checkpoint intact."""
         files = state.memories.flush()
         groups = dict(zip(GROUPS, _groups(state), strict=True))
         about = {
@@ -114,29 +114,30 @@ class Checkpoints:
         state.memories.keep(files)
 
     def load_into(self, state: State) -> None:
-        """Put what was saved into a state as it is at the beginning of the same training; or raise and change nothing.
+        """Restore what was saved into the initial state of the same training, or raise and change nothing.
 
-        Files of memories that the checkpoint does not refer to are removed.
+        Memory files that the checkpoint does not refer to are removed.
         """
         tensors, about = load(self.path)
         version = about.get("version") if isinstance(about, dict) else None
         if version != VERSION:
             raise DataError(f"{self.path}: expected checkpoint version {VERSION}, got {version}")
         try:
-            self._refuse_another(about["identity"])
+            self._refuse_other_training(about["identity"])
             self._restore(state, tensors, about)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
             found = " ".join(str(error).split()) if isinstance(error, ValueError) else repr(error)
-            raise DataError(f"{self.path}: expected a whole checkpoint, got a damaged one ({found})") from error
+            raise DataError(f"{self.path}: expected an undamaged checkpoint, got a damaged one ({found})") from error
 
     def _restore(self, state: State, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         training = self._training
-        number = consistency.whole("the next round", about["number"], 0, training.rounds)
+        number = consistency.whole_number("the next round", about["number"], 0, training.rounds)
         diverged = about["diverged"]
         if diverged is not None:
-            consistency.whole("the round of divergence", diverged, max(0, number - 1), min(number, training.rounds - 1))
+            latest = min(number, training.rounds - 1)
+            consistency.whole_number("the round of divergence", diverged, max(0, number - 1), latest)
         records = consistency.read_records(about["records"], training)
-        consistency.whole("the number of records", len(records), number, number)
+        consistency.whole_number("the number of records", len(records), number, number)
         consistency.check_history(about["history"], records)
         faults = consistency.read_faults(about["faults"], training, number + (diverged == number))
         counts = {name: about[name] for name in ("number", "steps", "diverged", "rounds_of")}
@@ -151,27 +152,27 @@ class Checkpoints:
     def _read_groups(
         self, state: State, tensors: Mapping[str, Tensor], names: Mapping[str, list[str]], *, finite: bool
     ) -> list[Gradients]:
-        """The tensors by `GROUPS`; `finite`: the training has not diverged, so its moments and statistics are."""
+        """The tensors by `GROUPS`; `finite`: moments and statistics must be, because the training has not diverged."""
         if names.keys() != {*GROUPS} or {f"{group}/{name}" for group in names for name in names[group]} != {*tensors}:
             raise ValueError("its tensors are not those that its text names")
         device = next(iter(state.parameters.values())).device
         groups = [{name: tensors[f"{group}/{name}"].to(device) for name in names[group]} for group in GROUPS]
-        fresh, saved = (dict(zip(GROUPS, some, strict=True)) for some in (_groups(state), groups))
-        for group in GROUPS[:-1]:  # what the server's side of a defense remembers, only the defense knows
+        fresh, saved = (dict(zip(GROUPS, values, strict=True)) for values in (_groups(state), groups))
+        for group in GROUPS[:-1]:  # only the defense knows what its memory on the server should look like
             consistency.check_like(group, fresh[group], saved[group], ordered=group in ("parameters", "buffers"))
-        # Parameters always are: others are never stepped to.
+        # Parameters are always finite: the server refuses any other step.
         for group in ("parameters", "buffers", "first") if finite else ("parameters",):
             consistency.check_finite(group, fresh[group], saved[group])
         if finite:
             consistency.check_squares("second", saved["second"])
         return groups
 
-    def _refuse_another(self, saved: Mapping[str, Any]) -> None:
+    def _refuse_other_training(self, saved: Mapping[str, Any]) -> None:
         differing = [key for key in {**saved, **self._identity} if saved.get(key) != self._identity.get(key)]
         if differing:
             changes = "; ".join(f"{key} was {saved.get(key)}, is {self._identity.get(key)}" for key in differing)
             raise OutputError(
-                f"train: {self.folder} holds another training: {changes}; choose another folder, or bring back what it "
+                f"train: {self.folder} holds another training: {changes}; choose another folder, or restore what it "
                 "ran with"
             )
 
@@ -183,23 +184,23 @@ def _groups(state: State) -> list[Gradients]:
 
 @contextmanager
 def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
-    """Hold the folder of a training, and refuse to begin where one is, or to go on where none is."""
+    """Lock the folder of a training; refuse to begin if it holds a training, or to resume if it holds none."""
     if resume and not (folder / FILE).is_file():
         raise OutputError(
-            f"train: expected a folder with a checkpoint to go on from, got {folder}, which "
-            f"{'holds none' if folder.is_dir() else 'is not there'}; begin without resume, or name another folder"
+            f"train: expected a folder with a checkpoint to resume from, got {folder}, which "
+            f"{'holds none' if folder.is_dir() else 'does not exist'}; begin without resume, or name another folder"
         )
     prepare_folder(folder, "train")
     with locked(folder, "train", "training"):
         if not resume and (folder / FILE).exists():
-            raise OutputError(f"train: {folder} holds a training already; go on with resume or choose another")
+            raise OutputError(f"train: {folder} holds a training already; continue it with resume, or choose another")
         yield
 
 
 def identify(
     task: Task, dataset: Dataset, defense: Defense, training: Training, execution: str
 ) -> dict[str, str | int | float | None]:
-    """What two runs must have in common to be the same training; `task` at its initial weights."""
+    """What two runs must have in common to be the same training; `task` has its initial weights."""
     settings = {**dataclasses.asdict(training), "local": str(training.local)}
     settings.pop("checkpoint_every")  # how often it is saved does not change what is trained
     return {

@@ -1,4 +1,4 @@
-"""Digests by which a run that goes on knows the model, the data and the settings it began with."""
+"""Digests by which a resumed run recognises the model, the data and the settings that it began with."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ DIGITS = 16
 
 
 def weights_digest(task: Task) -> str:
-    """Of all parameters and buffers, with their names."""
+    """Digest of all parameters and buffers, including their names."""
     state = hashlib.sha256()
     for name, value in (*task.parameters.items(), *task.buffers.items()):
         state.update(f"{name} {list(value.shape)} {value.dtype}".encode())
@@ -25,7 +25,7 @@ def weights_digest(task: Task) -> str:
 
 
 def task_digest(task: Task) -> str:
-    """Of what is in no weight: modules and their settings, normalisation, loss."""
+    """Digest of what the weights do not show: modules and their settings, normalisation, loss."""
     normalisation = task.normalised(torch.stack([torch.zeros(task.input_shape), torch.ones(task.input_shape)]))
     state = hashlib.sha256(f"{task.copy_model()!r} {task.loss_name}".encode())
     state.update(_bytes(normalisation))
@@ -33,7 +33,7 @@ def task_digest(task: Task) -> str:
 
 
 def data_digest(dataset: Dataset) -> str:
-    """Of all images and labels; 50 MB take a fraction of a second."""
+    """Digest of all inputs and targets; 50 MB take a fraction of a second."""
     state = hashlib.sha256()
     for split in (dataset.train, dataset.test):
         state.update(f"{list(split.inputs.shape)}".encode())
@@ -43,7 +43,7 @@ def data_digest(dataset: Dataset) -> str:
 
 
 def model_file_digest(model: str) -> str | None:
-    """Of the file of a model ``FILE.py@FUNCTION``, for an activation is in no weight; None where there is no file.
+    """Digest of the file of a model ``FILE.py@FUNCTION``, because weights do not show activations; None: no file.
 
     >>> model_file_digest("lenet:init=uniform") is None
     True
@@ -54,7 +54,7 @@ def model_file_digest(model: str) -> str | None:
 
 
 def json_digest(value: Any) -> str:
-    """Of what JSON can say; the order of keys does not count.
+    """Digest of a value that JSON can hold; the order of keys does not matter.
 
     >>> json_digest({"a": 1, "b": [2]}) == json_digest({"b": [2], "a": 1}) != json_digest({"a": 1, "b": [3]})
     True

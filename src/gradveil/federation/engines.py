@@ -1,4 +1,4 @@
-"""Where a training runs: engines by name, and what each of them can do."""
+"""What runs a training: engines by name, and what each of them can do."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,20 +14,20 @@ from gradveil.task import Task
 
 ENGINES: Registry["Engine"] = Registry("engine")
 
-# The options of `Engine.run`, and what an engine must declare to be given them.
+# The optional arguments of `Engine.run`, and the capability that an engine must declare to be given each of them.
 _OPTIONS = {"checkpoint": "checkpoints", "resume": "checkpoints", "execution": "executions", "transport": "faults"}
 
 
 class Engine(ABC):
     """Something that runs the rounds of a training; a new one is a class registered with ``@ENGINES.register(name)``.
 
-    It writes `run`, and declares by class attributes what it can do:
+    It implements `run`, and declares what it can do by class attributes:
 
-    - `words`: what it is called in a sentence.
+    - `words`: its name as it appears in a sentence.
     - `devices`: the types of devices that it trains on; empty: all.
     - `checkpoints`: it takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`.
     - `executions`: it takes `execution`, see `gradveil.federation._clients`.
-    - `faults`: it takes `transport`, which decides what becomes of messages.
+    - `faults`: it takes `transport`, which decides what happens to messages on their way.
 
     Example:
         >>> {name: ENGINES.create(name).checkpoints for name in ENGINES.names()}
@@ -42,7 +42,7 @@ class Engine(ABC):
     faults: ClassVar[bool] = False
 
     def train(self, task: Task, *job: Any, **options: Any) -> TrainingResult:
-        """`run`, if this engine can do what is asked."""
+        """Call `run` if this engine can do what is asked, and raise otherwise."""
         for option in options:
             if option in _OPTIONS and not getattr(self, _OPTIONS[option]):
                 raise ParameterError(f"train: {self.words} takes no {option}; leave it out or use the engine 'local'")
@@ -73,8 +73,8 @@ class Engine(ABC):
             defense: what the clients do to their updates.
             training: rounds, clients, rates.
             progress: called with (rounds done, rounds in all).
-            watch: called with what was measured of each round.
-            options: those that the engine declares to take.
+            watch: called with the record of each round.
+            options: those that the engine declares.
         """
 
 
@@ -87,7 +87,7 @@ class LocalEngine(Engine):
     checkpoints = executions = faults = True
 
     def run(self, *args: Any, **options: Any) -> TrainingResult:
-        """`train`."""
+        """Call `train`."""
         return train(*args, **options)
 
 
@@ -98,7 +98,7 @@ class FlowerEngine(Engine):
     words = "Flower's simulation"
 
     def run(self, *args: Any, **options: Any) -> TrainingResult:
-        """`simulate`."""
+        """Call `simulate`."""
         from gradveil.federation.flower import simulate  # Flower is optional and takes a second to import
 
         return simulate(*args, **options)

@@ -17,12 +17,12 @@ class Fault:
     """One thing one client did wrong.
 
     Args:
-        round: when.
-        client: who.
+        round: the number of the round.
+        client: the number of the client.
         kind: ``"missing"``: nothing usable arrived; ``"stranger"``: not asked in this round; ``"duplicate"``: sent a
             second update after one was accepted; ``"malformed"``: bytes, names, shapes, types or values that cannot be
-            an update of this model; ``"stale"``: of another round; ``"not finite"``: the client itself found NaN or Inf
-            in its gradients and sent nothing; ``"failed"``: the client reports another error (Flower).
+            an update of this model; ``"stale"``: sent an update of another round; ``"not finite"``: the client itself
+            found NaN or Inf in its gradients and sent nothing; ``"failed"``: the client reports another error (Flower).
         reason: what was expected and what was got.
 
     Example:
@@ -40,7 +40,7 @@ class Fault:
 
 
 class Refused(Exception):
-    """Why a reply is not used, where that is another kind of fault than ``"malformed"``.
+    """Raised when a reply cannot be used for a reason of another kind than ``"malformed"``.
 
     Args:
         kind: see `Fault`.

@@ -1,4 +1,4 @@
-"""A training that is ready to begin, and what all engines do alike: who draws what, and how it is measured."""
+"""A training that is ready to begin, and what all engines do in the same way: drawing examples and measuring."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,12 +23,12 @@ PUBLIC_SAMPLES = 100
 """Training examples set aside as the public set that `Defense.prepare` may look at; no client holds them."""
 
 LOSS_EXAMPLES = 256
-"""A round's training loss is taken on at most this many of the examples that its clients drew."""
+"""A round's training loss is measured on at most this many of the examples that its clients drew."""
 
 DIVERGED_FACTOR = 10.0
 DIVERGED_ROUNDS = 5
-"""A training is stopped when its loss was above this multiple of its first, or of a blind guess's if that is larger,
-for so many rounds in a row."""
+"""A training is stopped when its loss was above `DIVERGED_FACTOR` times its first loss, or times that of a blind guess
+if that is larger, for `DIVERGED_ROUNDS` rounds in a row."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Job:
     """A training whose data is dealt out and whose defense is prepared; `Job.prepare` makes one.
 
     Args:
-        task: model and loss at the initial weights, as the defense has changed them.
+        task: model and loss at the initial weights, with any changes that the defense made.
         dataset: training examples are dealt out to the clients, test examples measure accuracy.
-        defense: what the clients do to their updates, prepared.
+        defense: the prepared defense of the clients.
         training: rounds, clients, rates.
-        shares: the training examples that each client holds, by their places.
+        shares: the indices of the training examples that each client holds.
         statistics: the names of the batch-norm statistics that travel with updates.
 
     Example:
@@ -62,36 +62,36 @@ class Job:
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)
         defense, task = defense.prepare(task, public=known, generator=generator)
-        if task.classes is None:  # there is no accuracy to measure on the way
+        if task.classes is None:  # there is no accuracy to measure between rounds
             training = replace(training, evaluate_every=None)
         job = cls(task, dataset, defense, training, shares, list(task.updated_buffers(known[0][:2])))
         job._privacy_spent({0: 1})  # a package that is missing for it is missed now and not after the training
         return job
 
     def draw(self, task: Task, number: int, *clients: int) -> dict[int, Batch]:
-        """What each of these clients, or of all that round `number` asks, draws from its own examples."""
+        """The batch that each client draws from its own examples: these clients, or all clients of round `number`."""
         chosen = list(clients) or choose_clients(self.training, number)
         drawn = []
         for client in chosen:
             share = self.shares[client]
             order = torch.randperm(len(share), generator=derived_generator(self.training.seed, "batch", number, client))
             drawn.append(share[order[: self.training.batch_size]])
-        sizes = [len(places) for places in drawn]
+        sizes = [len(indices) for indices in drawn]
         batches = (torch.split(part, sizes) for part in as_batch(task, self.dataset.train.batch(torch.cat(drawn))))
         return dict(zip(chosen, zip(*batches, strict=True), strict=True))
 
     def client_round(
         self, task: Task, number: int, client: int, batch: Batch, purpose: str, **state: Any
     ) -> ClientRound:
-        """What a client is given in round `number` for a purpose; its generator is always in the same state.
+        """What a client is given in round `number`; its generator is always in the same state.
 
         Args:
-            task: at the weights of this round.
-            number: the round.
-            client: who.
-            batch: what it drew.
-            purpose: ``"share"`` or ``"announce"``.
-            state: its memory, and what was announced.
+            task: the task at the weights of this round.
+            number: the number of the round.
+            client: the number of the client.
+            batch: the examples that it drew.
+            purpose: ``"share"`` or ``"announce"``; each has its own randomness.
+            state: the client's memory, and what was announced.
         """
         generator = derived_generator(self.training.seed, purpose, number, client, device=task.device)
         inputs, targets = batch
@@ -100,24 +100,24 @@ class Job:
         )
 
     def accuracy(self, task: Task, done: int) -> float | None:
-        """On the test examples after `done` rounds, if that is a time to evaluate."""
+        """Accuracy on the test examples; None unless the training evaluates after `done` rounds."""
         return evaluate(task, self.dataset.test)[0] if self.training.evaluates_after(done) else None
 
     def has_diverged(self, records: Sequence[RoundRecord]) -> bool:
-        """Whether the losses of the rounds so far say so, see `DIVERGED_FACTOR`."""
+        """Whether the losses so far say that the training has diverged, see `DIVERGED_FACTOR`."""
         losses = [record.loss for record in records]
         limit = DIVERGED_FACTOR * max(losses[0], math.log(self.task.classes or 1))
         latest = losses[1:][-DIVERGED_ROUNDS:]
-        return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN has grown, too
+        return len(latest) == DIVERGED_ROUNDS and not any(loss <= limit for loss in latest)  # NaN counts as grown
 
     def result(
         self, task: Task, records: list[RoundRecord], rounds_of: Mapping[int, int], **others: Any
     ) -> TrainingResult:
-        """What came of the training.
+        """The result of the training.
 
         Args:
-            task: at the weights of the last round.
-            records: what was measured of each round.
+            task: the task at the final weights.
+            records: what was measured in each round.
             rounds_of: in how many rounds each client took part.
             others: the other fields of the result.
         """
@@ -137,9 +137,10 @@ class Job:
         )
 
     def _privacy_spent(self, rounds_of: Mapping[int, int]) -> PrivacySpent | None:
-        """By the client that spent most; which clients were drawn is the server's knowledge and no protection.
+        """The privacy spent by the client that spent most.
 
-        A training repeats itself, so its noise comes from seeds: what is spent is said of the mechanism it simulates.
+        The server knows which clients were drawn, so drawing them adds no protection. The noise of a training comes
+        from seeds, so that it can be repeated; the figures hold for the mechanism that the training simulates.
         """
         held = {client: len(self.shares[client]) for client in rounds_of}
         spent = [
@@ -151,23 +152,23 @@ class Job:
             )
             for client, rounds in rounds_of.items()
         ]
-        most = max((one for one in spent if one is not None), key=lambda one: one.epsilon, default=None)
-        return None if most is None else replace(most, seeded=True)
+        highest = max((each for each in spent if each is not None), key=lambda each: each.epsilon, default=None)
+        return None if highest is None else replace(highest, seeded=True)
 
 
 def after_warming_up(records: Sequence[RoundRecord]) -> Sequence[RoundRecord]:
-    """The rounds whose times count: not the first, in which programs are compiled and caches are cold."""
+    """The rounds whose times count: all but the first, in which programs are compiled and caches are cold."""
     return records[1:] or records
 
 
 def mean_or_nan(values: Iterable[float]) -> float:
-    """The mean; of nothing, NaN."""
+    """The mean, or NaN if there are no values."""
     values = list(values)
     return fmean(values) if values else math.nan
 
 
 def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of the public examples, and of those that are left for the clients."""
+    """Indices of the public examples, and of those that remain for the clients."""
     if len(train_split) <= PUBLIC_SAMPLES:
         raise ParameterError(
             f"train: expected more than {PUBLIC_SAMPLES} training examples ({PUBLIC_SAMPLES} are the public set), "
@@ -201,7 +202,7 @@ def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
     """Accuracy in [0, 1] (NaN for a task without classes) and the task's mean loss on a split.
 
-    Where every position of an input has a class, the accuracy is the share of positions that are right.
+    If every position of an input has a class, the accuracy is the share of correct positions.
     """
     correct, judged, total_loss = 0, 0, 0.0
     for indices in torch.split(torch.arange(len(split)), 512):
@@ -215,9 +216,9 @@ def evaluate(task: Task, split: Split) -> tuple[float, float]:
 
 
 def performance_maintenance(accuracy: float, baseline: float, test: Split) -> float | None:
-    """PMM, accuracy with defense / without; None when there is none, or when it is near chance and means nothing.
+    """PMM: accuracy with the defense / without; None if the `baseline` is NaN, or near chance, where PMM means nothing.
 
-    Near chance: less than a quarter of the way from always naming the commonest class to being always right.
+    Near chance: less than a quarter of the way from always naming the most common class to always being right.
     """
     if math.isnan(baseline):
         return None

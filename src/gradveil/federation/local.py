@@ -27,10 +27,10 @@ from gradveil.task import Task
 from gradveil.update import Announced, ClientRound, Update, wire
 
 Transport = Callable[[int, int, bytes], Iterable[bytes]]
-"""What becomes of a message on its way: (round, client, message) to the messages that arrive from that client."""
+"""What happens to a message on its way: maps (round, client, message) to the messages that arrive from that client."""
 
 ENCODED_CLIENTS = 4
-"""Of this many clients a round, the first drawn, the updates are encoded to learn their length."""
+"""The updates of this many clients per round, the first ones drawn, are encoded to measure their length."""
 
 
 def train(
@@ -49,8 +49,8 @@ def train(
 ) -> TrainingResult:
     """Train `task` on `dataset` with every client under `defense`; the given task is not changed.
 
-    The same task, data, defense, training and execution give the same weights to the bit on the same machine, also
-    when the training was interrupted and resumed.
+    The same task, data, defense, training and execution give bit-identical weights on the same machine, also when the
+    training was interrupted and resumed.
 
     Args:
         task: model and loss at the initial weights.
@@ -58,17 +58,17 @@ def train(
         defense: what the clients do to their updates.
         training: rounds, clients, rates.
         progress: called with (rounds done, rounds in all).
-        watch: called with what was measured of each round.
-        execution: how the clients are worked on: ``"loop"``, ``"batch"``, ``"compile"`` or ``"auto"``, see
+        watch: called with the record of each round.
+        execution: how the clients' updates are computed: ``"loop"``, ``"batch"``, ``"compile"`` or ``"auto"``, see
             `gradveil.federation._clients`.
-        transport: what becomes of messages on their way to the server, for tests and experiments with faults. Only
-            with it are updates encoded, carried and checked as a server must check those of strangers.
-        checkpoint: folder for checkpoints; None: none are saved. One training at a time writes into it.
-        resume: go on from the checkpoint in that folder; where there is none, or that of another training, refuse.
+        transport: what happens to messages on their way to the server, for tests and experiments with faults. Only with
+            it are updates encoded, sent and checked as a server must check those of strangers.
+        checkpoint: folder for checkpoints; None: none are saved. Only one training at a time may write into it.
+        resume: continue from the checkpoint in that folder; refused if it has none, or one of another training.
         ram_bytes: how much of the clients' memories stays in RAM; the rest goes to disk.
     """
     if checkpoint is None and resume:
-        raise ParameterError("train: resume needs checkpoint, the folder to go on in; name it or leave resume out")
+        raise ParameterError("train: resume needs checkpoint, the folder to continue in; name it or leave resume out")
     with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
         job = Job.prepare(task, dataset, defense, training)
         training = job.training
@@ -86,7 +86,7 @@ def train(
             if resume:
                 checkpoints.load_into(state)
             else:
-                state.memories.restore({})  # of a training stopped before its first checkpoint, files may be left
+                state.memories.restore({})  # remove files of a training that stopped before its first checkpoint
         federation = _Federation(job, clients, transport)
         while state.number < training.rounds and state.diverged is None:
             record = federation.round(state)
@@ -112,14 +112,14 @@ def train(
 def check_settings(
     task: Task, dataset: Dataset, defenses: Iterable[Defense], training: Training, execution: str = "auto"
 ) -> None:
-    """Raise what `train` would raise before it prepares a defense, which can take minutes; warn of what is clipped."""
+    """Raise what `train` would raise, without preparing a defense, which can take minutes; warn of clipped batches."""
     _, shares = deal(dataset.train, training)
     for defense in defenses:
         Clients(task, defense, training, execution)
-    most = max(map(len, shares))
-    if training.batch_size > most:
+    largest_share = max(map(len, shares))
+    if training.batch_size > largest_share:
         warnings.warn(
-            f"batches of {training.batch_size} examples were asked for, but no client holds more than {most}; "
+            f"batches of {training.batch_size} examples were asked for, but no client holds more than {largest_share}; "
             "each uses all it has",
             stacklevel=2,
         )
@@ -127,27 +127,27 @@ def check_settings(
 
 @dataclass(frozen=True)
 class _Federation:
-    """The clients with their data, and the server: one `round` at a time."""
+    """The clients with their data, and the server; `round` runs one round."""
 
     job: Job
     clients: Clients
     transport: Transport | None
 
     def round(self, state: State) -> RoundRecord | None:
-        """One round, from the drawing of clients to the step; None if the training has diverged before the step."""
+        """Run one round, from drawing the clients to the step; None if the training diverged before the step."""
         number, device = state.number, self.job.task.device
         current = self.job.task.with_parameters(state.parameters, state.buffers)
         batches = self.job.draw(current, number)
         loss = training_loss(current, batches)
         server = self._open(state)
 
-        def given(client: int, purpose: str) -> ClientRound:
-            own = {"memory": state.memories[client], "announced": server.announced}
-            return self.job.client_round(current, number, client, batches[client], purpose, **own)
+        def make_round(client: int, purpose: str) -> ClientRound:
+            own_state = {"memory": state.memories[client], "announced": server.announced}
+            return self.job.client_round(current, number, client, batches[client], purpose, **own_state)
 
         with timed(device) as announcing:
-            server.elect(lambda client: self.job.defense.make_announcement(given(client, "announce")))
-        shared = self.clients.share(list(batches), lambda client: given(client, "share"))
+            server.elect(lambda client: self.job.defense.make_announcement(make_round(client, "announce")))
+        shared = self.clients.share(list(batches), lambda client: make_round(client, "share"))
         state.rounds_of.update(list(shared.updates))  # a mapping would be read as counts
         for client, reason in shared.failed.items():
             server.fail(client, NOT_FINITE, reason)
@@ -184,7 +184,7 @@ class _Federation:
         return record
 
     def _open(self, state: State) -> OpenRound[Update]:
-        """The server's side of the round that begins."""
+        """The server's side of the round that is about to begin."""
         return OpenRound(
             state.number,
             choose_clients(self.job.training, state.number),
@@ -197,7 +197,7 @@ class _Federation:
         )
 
     def _arrived(self, server: OpenRound[Update], shared: Shared) -> list[Update]:
-        """The updates that the server accepts; what it misses or refuses is noted."""
+        """The updates that the server accepts; those missing or refused are noted as faults."""
         for update in shared.updates.values():
             update.meta.round = server.number
         if self.transport is None:
@@ -209,12 +209,12 @@ class _Federation:
         return list(server.close().values())
 
 
-def _bytes(updates: Sequence[Update], aggregate: Update, known: Announced | None) -> tuple[float, float]:
-    """What a client sends and gets back, on average."""
-    upload = fmean(len(wire.encode(update, locations=known)) for update in updates[:ENCODED_CLIENTS])
-    download = float(len(wire.encode(aggregate, locations=known)))
-    if known is not None:  # one client sends it up, all others have to fetch it
-        announcement = len(wire.encode_locations(known))
+def _bytes(updates: Sequence[Update], aggregate: Update, locations: Announced | None) -> tuple[float, float]:
+    """The mean number of bytes that a client sends and gets back."""
+    upload = fmean(len(wire.encode(update, locations=locations)) for update in updates[:ENCODED_CLIENTS])
+    download = float(len(wire.encode(aggregate, locations=locations)))
+    if locations is not None:  # one client uploads the announcement, all others download it
+        announcement = len(wire.encode_locations(locations))
         upload += announcement / len(updates)
         download += announcement * (len(updates) - 1) / len(updates)
     return upload, download

@@ -1,9 +1,9 @@
-"""The memories of many clients in bounded RAM: those used least recently lie on disk.
+"""The memories of many clients in bounded RAM: those used least recently are on disk.
 
-1,000 dense residuals of a resnet18 are 44 GB. Every client's memory is one safetensors file, written whole or not at
-all; tensors that are mostly zero are stored as positions and values. A file is never overwritten: a change makes a new
-version, so that the versions a checkpoint refers to stay until the next checkpoint. A checkpoint knows the digest of
-every file it refers to, so no other file is taken for it.
+1,000 dense residuals of a resnet18 are 44 GB. Every client's memory is one safetensors file, written completely or not
+at all; tensors that are mostly zero are stored as positions and values. A file is never overwritten: a change makes a
+new version, so that the versions a checkpoint refers to stay until the next checkpoint. A checkpoint holds the digest
+of every file that it refers to, so no other file can be mistaken for it.
 """
 
 import math
@@ -25,18 +25,18 @@ from gradveil.federation._storage import check, load, save_atomically
 
 RAM_BYTES = 2 << 30
 SPARSE_BELOW = 0.4
-"""A tensor is stored sparsely if at most this share of it is not zero: a position takes as much as a value."""
+"""A tensor is stored sparsely if at most this share of it is not zero: a position takes as many bytes as a value."""
 
 MARKED_EVERY = 1024
-"""Of a sparse tensor every so many-th value is stored, zero or not: so a short file cannot claim a huge tensor."""
+"""In a sparse tensor every 1024th value is stored, zero or not, so that a short file cannot claim a huge tensor."""
 
 
 class MemoryFile(NamedTuple):
     """One version of a client's file.
 
     Args:
-        version: its number, in its name.
-        digest: of its content, see `storage`.
+        version: its number, which is part of the file's name.
+        digest: the digest of its content, see `_storage`.
 
     Example:
         >>> MemoryFile(3, "ab" * 32).version
@@ -48,12 +48,12 @@ class MemoryFile(NamedTuple):
 
 
 class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
-    """One memory a client, all of them together in at most `ram_bytes` of RAM and the rest on disk.
+    """One memory per client; together they take at most `ram_bytes` of RAM, and the rest is on disk.
 
     Args:
-        folder: where files go; None: a temporary folder, made when the first one is needed.
+        folder: where the files go; None: a temporary folder, made when the first file is written.
         ram_bytes: how much may stay in RAM; the memory in use always does.
-        device: where the tensors that come back from disk go.
+        device: where tensors are put when they are read from disk.
 
     Example:
         >>> memories = ClientMemories(ram_bytes=100)
@@ -92,20 +92,20 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def flush(self) -> dict[int, MemoryFile]:
-        """Write everything that has changed; returns every client's file."""
+        """Write everything that has changed, and return every client's file."""
         for client in sorted(self._changed):
             self._write(client)
         return dict(self._files)
 
     def keep(self, files: Mapping[int, MemoryFile]) -> None:
-        """From now on, keep these files for a checkpoint, and no longer the ones before."""
+        """Keep these files for a checkpoint from now on, and no longer those of the previous one."""
         before, self._kept = self._kept, dict(files)
         for client, file in before.items():
             if file not in (self._kept.get(client), self._files.get(client)):
                 self._remove(self._path(client, file.version))
 
     def restore(self, files: Mapping[int, MemoryFile]) -> None:
-        """Go back to the files of a checkpoint; newer ones are removed, but only once all of these have been found."""
+        """Go back to the files of a checkpoint; once all of these are found to be in order, any others are removed."""
         for client, file in sorted(files.items()):
             check(self._path(client, file.version), file.digest)
         self._loaded.clear()
@@ -118,7 +118,7 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
                 self._remove(path)
         self._next_version = 1 + max((file.version for file in files.values()), default=-1)
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- internals ------------------------------------------------------------------------------------------------
 
     @property
     def folder(self) -> Path:
@@ -132,7 +132,7 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
         return self._folder
 
     def of(self, client: int) -> dict[str, Tensor]:
-        """The client's memory, now the most recently used one."""
+        """The client's memory, which becomes the most recently used one."""
         if client in self._loaded:
             self._loaded.move_to_end(client)
             return self._loaded[client]
@@ -184,7 +184,7 @@ class ClientMemories(Mapping[int, MutableMapping[str, Tensor]]):
 
 
 class _ClientMemory(MutableMapping[str, Tensor]):
-    """A client's memory, wherever it lies."""
+    """A client's memory, whether it is in RAM or on disk."""
 
     def __init__(self, memories: ClientMemories, client: int) -> None:
         self._memories, self._client = memories, client
@@ -212,7 +212,7 @@ def _bytes(memory: Mapping[str, Tensor]) -> int:
 
 
 def _write(path: Path, memory: Mapping[str, Tensor]) -> str:
-    """Write a memory whole or not at all; of a sparse tensor, positions and values. Returns the file's digest."""
+    """Write a memory atomically, sparse tensors as positions and values, and return the file's digest."""
     tensors: dict[str, Tensor] = {}
     shapes: dict[str, list[int]] = {}
     for key, value in memory.items():
@@ -240,7 +240,7 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
             for name in ([f"places/{key}", f"values/{key}"] if key in shapes else [f"dense/{key}"])
         }
         if tensors.keys() != expected:
-            raise ValueError(f"tensors {sorted(tensors.keys() ^ expected)} too many or too few")
+            raise ValueError(f"tensors {sorted(tensors.keys() ^ expected)} are missing or unexpected")
         return {
             key: _dense(tensors[f"places/{key}"], tensors[f"values/{key}"], shapes[key])
             if key in shapes
@@ -248,13 +248,13 @@ def _read(path: Path, digest: str) -> dict[str, Tensor]:
             for key in order
         }
     except ValueError as error:
-        raise DataError(f"{path}: expected a client's memory, got a damaged one ({error}); start anew") from error
+        raise DataError(f"{path}: expected a client's memory, got a damaged one ({error}); start over") from error
 
 
 def _layout(about: Any) -> tuple[list[str], dict[str, list[int]]]:
-    """The keys of a memory in order, and the shapes of those that are stored sparsely."""
+    """The keys of a memory in order, and the shapes of the tensors that are stored sparsely."""
     if not isinstance(about, dict) or about.keys() != {"order", "sparse"}:
-        raise ValueError("its text is not that of a memory")
+        raise ValueError("its metadata is not that of a memory")
     order, shapes = about["order"], about["sparse"]
     if not isinstance(order, list) or not all(isinstance(key, str) for key in order) or len({*order}) < len(order):
         raise ValueError(f"its keys are {order}")

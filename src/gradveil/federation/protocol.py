@@ -1,7 +1,6 @@
-"""A round as its server sees it, whoever carries the messages: ask, elect, receive, close.
+"""A round as its server sees it, whatever carries the messages: elect, receive, close, aggregate.
 
-Whatever arrives, the round goes on with the replies that are in order. One that is refused changes nothing and is named
-as a fault.
+Whatever arrives, the round continues with the usable replies. A refused reply changes nothing and is noted as a fault.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,13 +21,13 @@ T = TypeVar("T")
 
 @dataclass
 class Replies(Generic[T]):
-    """The answers to one question of a round: from each client that was asked, the first usable reply counts.
+    """The replies to one request of a round: from each client that was asked, the first usable reply counts.
 
     Args:
-        number: the round.
-        clients: who is asked, in order.
-        note: is told every fault.
-        named_once: a client whose replies were all refused is not also named as missing.
+        number: the number of the round.
+        clients: the clients that are asked, in order.
+        note: called with every fault.
+        named_once: a client whose replies were all refused is not also noted as missing.
 
     Example:
         >>> faults = []
@@ -44,14 +43,14 @@ class Replies(Generic[T]):
     note: Callable[[Fault], None]
     named_once: bool = field(default=False, kw_only=True)
     _usable: dict[int, T] = field(default_factory=dict, init=False)
-    _named: set[int] = field(default_factory=set, init=False)  # not to be named as missing
+    _explained: set[int] = field(default_factory=set, init=False)  # these have a fault and are not noted as missing
 
     def receive(self, client: int, read: Callable[[], T]) -> bool:
-        """Whether a client's reply was accepted; if not, the reason is among the faults.
+        """Take a client's reply; return whether it was accepted. If not, the reason is noted as a fault.
 
         Args:
-            client: who sent it.
-            read: what the reply holds; raises `Refused` or `GradveilError` if it cannot be used.
+            client: the client that sent it.
+            read: returns what the reply holds; raises `Refused` or `GradveilError` if it cannot be used.
         """
         try:
             if client not in self.clients:
@@ -68,25 +67,25 @@ class Replies(Generic[T]):
         """Note why a client's reply is not used; it may send another one."""
         self._fault(client, error)
         if self.named_once:
-            self._named.add(client)
+            self._explained.add(client)
 
     def refuse_stranger(self, client: int, reason: str) -> None:
-        """Note a message that answers no question of this round."""
+        """Note a message that answers no request of this round."""
         self._fault(client, Refused(STRANGER, reason))
 
     def fail(self, client: int, kind: str, reason: str) -> None:
-        """Note that a client says itself that it cannot answer; nothing more is expected from it."""
+        """Note that a client itself reports that it cannot answer; nothing more is expected from it."""
         self._fault(client, Refused(kind, reason))
-        self._named.add(client)
+        self._explained.add(client)
 
     def _fault(self, client: int, error: Exception) -> None:
         kind = error.kind if isinstance(error, Refused) else MALFORMED
         self.note(Fault(self.number, client, kind, str(error)))
 
     def close(self) -> dict[int, T]:
-        """The usable replies, in the order in which the clients were asked; who has none is missing."""
+        """Return the usable replies, in the order in which the clients were asked; note who is missing."""
         for client in self.clients:
-            if client not in self._usable and client not in self._named:
+            if client not in self._usable and client not in self._explained:
                 self._fault(client, Refused(MISSING, "no reply that could be used"))
         return {client: self._usable[client] for client in self.clients if client in self._usable}
 
@@ -96,15 +95,15 @@ class OpenRound(Replies[T]):
     """One round of a training: `elect` who announces, `receive` what `read` accepts, `close`, `aggregate`.
 
     Args:
-        number: the round.
-        clients: who is asked for an update, in order.
-        note: is told every fault.
-        defense: that of the clients.
-        parameters: tensors of the names, shapes and types that an update must have, such as ``task.parameters``.
-        statistics: the batch-norm statistics that must come along, as they were before the round.
+        number: the number of the round.
+        clients: the clients that are asked for an update, in order.
+        note: called with every fault.
+        defense: the defense of the clients.
+        parameters: tensors with the names, shapes and types that an update must have, such as ``task.parameters``.
+        statistics: the batch-norm statistics that an update must carry, with their values before the round.
         all_statistics: False: a client may leave some out; those stay as they were.
-        most_samples: examples that a client may claim to have used: its weight in the mean. None: another part of the
-            reply says the weight, and what the bytes say of samples and local steps is not looked at.
+        most_samples: the most examples that a client may claim to have used, which are its weight in the mean. None:
+            another part of the reply gives the weight, and the samples and local steps in the bytes are ignored.
         local: the local steps that were asked for.
         named_once: see `Replies`.
 
@@ -132,10 +131,10 @@ class OpenRound(Replies[T]):
     announced: Announced | None = field(default=None, init=False)
 
     def elect(self, ask: Callable[[int], bytes | Announced | None]) -> None:
-        """Take what the first client announces; if that has to be refused, what the next one does.
+        """Ask the first client to announce; if its announcement is refused, ask the next one, and so on.
 
         Args:
-            ask: has one client announce; raises `Refused` or `GradveilError` if it does not.
+            ask: returns one client's announcement; raises `Refused` or `GradveilError` if there is none.
         """
         for client in self.clients if self.defense.announces else ():
             try:
@@ -144,7 +143,7 @@ class OpenRound(Replies[T]):
                     announced = wire.decode_locations(announced, like=self.parameters)
                 self.defense.check_announced(announced, self.parameters)
             except NotFiniteError:
-                continue  # it will say so again when it is asked for its update
+                continue  # the client will report that again when it is asked for its update
             except (Refused, GradveilError) as error:
                 self._fault(client, error)
                 continue
@@ -153,11 +152,11 @@ class OpenRound(Replies[T]):
 
     @property
     def locations(self) -> Announced | None:
-        """The positions that both sides know all updates of this round to lie in."""
+        """The positions, known to both sides, that hold all values of this round's updates."""
         return self.defense.locations(self.announced)
 
     def read(self, message: bytes) -> Update:
-        """The update in a message; anything but one of this model in this round raises."""
+        """Decode the update in a message; raise unless it is one of this model in this round."""
         update = wire.decode(message, self.locations, like=self.parameters)
         meta = update.meta
         if meta.round != self.number:
@@ -166,16 +165,16 @@ class OpenRound(Replies[T]):
             weight_of("samples", meta.samples, self.most_samples)
             if meta.local != self.local:
                 raise InputError(f"expected local steps {self.local}, got {meta.local}")
-        known = self.statistics
-        check_statistics({n: v for n, v in known.items() if self.all_statistics or n in meta.buffers}, meta.buffers)
-        meta.buffers = {**known, **meta.buffers}
+        expected = {n: v for n, v in self.statistics.items() if self.all_statistics or n in meta.buffers}
+        check_statistics(expected, meta.buffers)
+        meta.buffers = {**self.statistics, **meta.buffers}
         return update
 
     def aggregate(self, updates: Sequence[Update], weights: Sequence[float], memory: Memory | None = None) -> Update:
-        """What the defense makes of the updates of this round.
+        """The defense's aggregate of the updates of this round.
 
         Args:
-            updates: those that were accepted.
+            updates: the accepted updates.
             weights: their weights in the mean.
             memory: what the server's side of the defense remembers.
         """
@@ -183,7 +182,7 @@ class OpenRound(Replies[T]):
 
 
 def weight_of(name: str, claimed: object, most: int) -> float:
-    """A weight in the mean as a client claims it, if it may: a whole number from 1 to `most`."""
+    """The weight in the mean that a client claims; raise unless it is a whole number from 1 to `most`."""
     weight = checks.number("reply", name, claimed, low=1, high=most)
     if not weight.is_integer():
         raise InputError(f"{name} must be a whole number, got {weight}")
@@ -191,8 +190,8 @@ def weight_of(name: str, claimed: object, most: int) -> float:
 
 
 def check_statistics(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> None:
-    """Refuse (`InputError`) what cannot be the statistics of a model that has the expected ones."""
-    wanted, found = ({name: (tuple(v.shape), v.dtype) for name, v in some.items()} for some in (expected, got))
+    """Raise `InputError` unless the names, shapes and types are the expected ones and the values are possible."""
+    wanted, found = ({name: (tuple(v.shape), v.dtype) for name, v in group.items()} for group in (expected, got))
     if found != wanted:
         raise InputError(f"expected buffers {wanted}, got {found}; both sides must name the same statistics")
     for name, value in got.items():

@@ -1,26 +1,26 @@
-"""A Flower SuperNode that runs accepted apps only: ``flower-supernode``, with the SHA-256 of every app it may run.
+"""A Flower SuperNode that runs only accepted apps: ``flower-supernode``, plus the SHA-256 of every app it may run.
 
 Whoever starts a Flower run ships the client's code: the app comes as a file (a FAB) from the SuperLink, and a stock
 SuperNode runs whatever comes, with or without a defense in it. Flower's own remedy, ``--trusted-entities``, asks for
-signatures that only apps from Flower's hub have: it refuses everything that ``flwr run .`` sends. This one asks for a
-known hash instead::
+signatures that only apps from Flower's hub have: it refuses everything that ``flwr run .`` sends. This SuperNode asks
+for a known hash instead::
 
-    flwr build                                                      # the app that was read and accepted, as a file
+    flwr build                                                      # packs the app that you have reviewed into a file
     sha256sum gradveil.gradveil-example.1-0-0.*.fab
     python -m gradveil.federation.supernode --accept SHA256 --superlink HOST:PORT ...   # rest: as flower-supernode's
 
-What it does beside that, since a hash alone would not hold:
+A hash alone would not be enough, so it also does this:
 
-- An app that is not accepted is answered with an error before anything of it is unpacked, and the node goes on.
-- The run must name the very app that came: else a SuperLink could send an accepted file and let an older one run that
-  still lies in Flower's folder. For the same reason the node has a Flower folder of its own, which starts empty.
-- The next message is worked on when the context of the last one is kept. A stock SuperNode sends a reply off before
-  that, so that the next message could begin with the context from before, in which what `gradveil.flower.defense_mod`
-  counts (a round is answered once) is not counted yet.
-- ``--runs N`` accepts that many runs until the node is started again: every run begins with an empty context.
+- An app that is not accepted is answered with an error before any of it is unpacked, and the node keeps running.
+- The run must name the very app that was sent: otherwise a SuperLink could send an accepted file and have an older app
+  run that is still in Flower's folder. For the same reason the node has a Flower folder of its own, initially empty.
+- The next message is processed only after the context of the last one has been saved. A stock SuperNode sends the reply
+  before that, so the next message could start from the old context, in which the last round is not yet marked as
+  answered (`gradveil.flower.defense_mod` answers a round once).
+- ``--runs N`` accepts that many runs until the node is restarted: every run begins with an empty context.
 
 What it does not do: the accepted app still reads its run's configuration, which the server writes. Accept only apps
-that take nothing from it on which the defense depends.
+whose defense does not depend on anything in it.
 """
 
 import argparse
@@ -52,17 +52,17 @@ PULL = (
     "confirm_message_received",
     "trusted_entities",
 )
-"""Parameters of Flower's function that pulls messages, around which `Gate.guard` stands."""
+"""Parameters of Flower's function that pulls messages, which `Gate.guard` wraps."""
 
 WORKED_ON = ("starting", "running")
-"""Flower's words for tasks that a process works on."""
+"""Flower's statuses of tasks that a process is working on."""
 
 AGENT = "flwr-agentapp"
-"""Flower's word for apps that are no client apps."""
+"""Flower's task type of agent apps, which are not client apps."""
 
 
 def app_hash(app: Path) -> str:
-    """The SHA-256 of an app: of a ``.fab`` file, or of the file that ``flwr run`` makes of a folder on this machine.
+    """The SHA-256 of an app: of a ``.fab`` file, or of the file that ``flwr run`` makes from a folder on this machine.
 
     Another version of zlib may pack the same folder into other bytes, so accept the file that was built, not a rebuild.
     """
@@ -74,11 +74,11 @@ def app_hash(app: Path) -> str:
 
 @dataclasses.dataclass
 class Gate:
-    """What a node lets in: apps of known hashes, in a limited number of runs.
+    """What a node accepts: apps with known hashes, in a limited number of runs.
 
     Args:
         accepted: SHA-256 of the accepted apps, in hexadecimal digits.
-        runs: how many runs; None: any number.
+        runs: the most runs to take part in; None: any number.
 
     Example:
         >>> gate = Gate([hashlib.sha256(b"an app").hexdigest()], runs=1)
@@ -103,7 +103,7 @@ class Gate:
             raise ParameterError(f"supernode: --runs must be at least 1, got {self.runs}")
 
     def objection(self, run: int, content: bytes) -> str | None:
-        """Why this app must not run; None: it may, and the run counts."""
+        """Why this app must not run; None: it may, and the run is counted."""
         got = hashlib.sha256(content).hexdigest()
         if got not in self.accepted:
             return f"expected an accepted app, got one with SHA-256 {got}"
@@ -113,27 +113,25 @@ class Gate:
         return None
 
     def check(self, run: Any, fab: Any) -> None:
-        """Raise `InputError` unless Flower's FAB is an accepted app, and is what Flower's run says to run."""
+        """Raise `InputError` unless Flower's FAB is an accepted app, and the one that Flower's run names."""
         if reason := self.objection(run.run_id, fab.content):
             raise InputError(f"supernode: {reason}")
-        # From here on the content is known; what else the SuperLink says of it is not, and decides what runs.
+        # The content is accepted, but what else the SuperLink says about it decides what runs, and must be checked too.
         digest = hashlib.sha256(fab.content).hexdigest()
-        about: Any = importlib.import_module("flwr.cli.config_utils")
-        expected = (digest, digest, *about.get_fab_metadata(fab.content))
+        config_utils: Any = importlib.import_module("flwr.cli.config_utils")
+        expected = (digest, digest, *config_utils.get_fab_metadata(fab.content))
         got = (fab.hash_str, run.fab_hash, run.fab_id, run.fab_version)
         if got != expected:
-            raise InputError(f"supernode: expected the run to be of the app that came, {expected}, got {got}")
+            raise InputError(f"supernode: expected the run to name the app that was sent, {expected}, got {got}")
         if run.primary_task_type == AGENT:
-            raise InputError(
-                "supernode: expected a run of a client app, got one of an agent, which no mod stands around"
-            )
+            raise InputError("supernode: expected a run of a client app, got one of an agent, around which no mod runs")
 
     def guard(self, pull: Callable[..., int | None], internals: Any) -> Callable[..., int | None]:
-        """Flower's function that pulls a message and its app, with this gate between them.
+        """Wrap Flower's function that pulls a message and its app, so that this gate checks the app.
 
         Args:
             pull: ``_pull_and_store_message``.
-            internals: the module it is in.
+            internals: the module that it is in.
         """
 
         def guarded(**options: Any) -> int | None:
@@ -167,10 +165,10 @@ class Gate:
 
 
 def serialise(handlers: Any) -> None:
-    """Let a SuperNode work on one message at a time, the next one with the context that the last one left.
+    """Make a SuperNode process one message at a time, each with the context that the previous one left.
 
     Args:
-        handlers: Flower's module with the functions that hand out tasks and take back what came of them.
+        handlers: Flower's module with the functions that hand out tasks and take back their outputs.
     """
     acquire, push, lock = handlers.acquire_task, handlers.push_task_output, threading.Lock()
 
@@ -181,14 +179,14 @@ def serialise(handlers: Any) -> None:
             return acquire(request, state)
 
     def push_task_output(request: Any, state: Any, task: Any) -> Any:
-        with lock:  # it ends the task first and keeps the context then
+        with lock:  # Flower's function ends the task before it saves the context
             return push(request, state, task)
 
     handlers.acquire_task, handlers.push_task_output = acquire_task, push_task_output
 
 
 def install(gate: Gate) -> None:
-    """Put the gate into Flower's SuperNode, in this process; refuse if that is not the SuperNode we know."""
+    """Install the gate in Flower's SuperNode in this process; refuse a version of it that we do not know."""
     try:
         internals: Any = importlib.import_module("flwr.supernode.start_client_internal")
         handlers: Any = importlib.import_module("flwr.supernode.servicer.runtime.runtime_handlers")
@@ -218,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m gradveil.federation.supernode", allow_abbrev=False, description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--accept", action="append", default=[], metavar="SHA256", help="an app that may run")
-    parser.add_argument("--runs", type=int, default=None, help="how many runs to take part in until started again")
+    parser.add_argument("--runs", type=int, default=None, help="most runs to take part in until restarted")
     ours, rest = parser.parse_known_args(arguments)
     try:
         install(Gate(ours.accept, ours.runs))

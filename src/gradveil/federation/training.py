@@ -1,4 +1,4 @@
-"""What a federated training is asked to do, and what comes of it."""
+"""The settings of a federated training, and its results."""
 
 import math
 from collections import Counter
@@ -17,7 +17,7 @@ from gradveil.update import LocalSteps
 OPTIMISERS = ("sgd", "adam")
 SCHEDULES = ("constant", "step", "cosine")
 MILESTONES = (0.5, 0.75)
-"""After these shares of the rounds, ``schedule="step"`` goes on with a tenth of the learning rate."""
+"""After each of these shares of the rounds, ``schedule="step"`` divides the learning rate by ten."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Training:
         rounds: number of rounds.
         clients: number of clients that share the training images.
         clients_per_round: clients drawn each round; None: all of them.
-        batch_size: images a client draws from its own each round; its local steps go over these.
+        batch_size: images that a client draws from its own each round; its local steps go over these.
         lr: the server's learning rate on the aggregated update.
         momentum: the server's momentum; Adam's first decay rate.
-        optimiser: the server's: ``"sgd"`` or ``"adam"``.
-        schedule: of the server's learning rate: ``"constant"``; ``"step"``, a tenth after each of `MILESTONES`;
-            ``"cosine"``, down to 0 after the last round.
+        optimiser: the server's optimiser: ``"sgd"`` or ``"adam"``.
+        schedule: how the server's learning rate changes: ``"constant"``; ``"step"``, a tenth after each of
+            `MILESTONES`; ``"cosine"``, down to 0 after the last round.
         scheme: how images are dealt out: ``"iid"``, ``"dirichlet"`` or ``"classes"``.
         alpha: concentration of ``"dirichlet"``.
-        classes_per_client: classes of ``"classes"``.
-        local: local steps (FedAvg); None: one gradient a round (FedSGD).
+        classes_per_client: how many classes each client holds under ``"classes"``.
+        local: local steps (FedAvg); None: one gradient per round (FedSGD).
         evaluate_every: rounds between evaluations; None: only at the end.
         checkpoint_every: rounds between checkpoints, if a folder for them is given.
         seed: everything random derives from it.
@@ -82,7 +82,7 @@ class Training:
         return self.clients if self.clients_per_round is None else self.clients_per_round
 
     def evaluates_after(self, done: int) -> bool:
-        """Whether accuracy is measured after `done` rounds; after the last one it is measured anyway."""
+        """Whether accuracy is measured after `done` rounds; after the last one it always is, separately."""
         return self.evaluate_every is not None and done % self.evaluate_every == 0 and done < self.rounds
 
     def learning_rate(self, number: int) -> float:
@@ -104,19 +104,19 @@ def choose_clients(training: Training, number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """What was measured of one round.
+    """What was measured in one round.
 
     Args:
         round: its number, from 0.
         clients: how many clients' updates were averaged.
-        loss: mean training loss on examples the clients drew (at most `job.LOSS_EXAMPLES`), before the step.
+        loss: mean training loss on examples that the clients drew (at most `job.LOSS_EXAMPLES`), before the step.
         accuracy: on the test images after the step, if the round was evaluated.
-        gradient_seconds: time of the clients' gradients or local steps. A defense that makes the gradient of every
-            step itself has no such part; there it is what undefended clients would have taken.
-        defense_seconds: time that the defense added to it.
-        aggregation_seconds: time of the server: aggregation and step.
-        upload_bytes: mean length of what a client sent.
-        download_bytes: mean length of what a client got back.
+        gradient_seconds: time for the clients' gradients or local steps. If the defense computes the gradients of every
+            step itself, it is the time that undefended clients would have taken.
+        defense_seconds: time that the defense added.
+        aggregation_seconds: time on the server: aggregation and step.
+        upload_bytes: mean bytes that a client sent.
+        download_bytes: mean bytes that a client got back.
 
     Example:
         >>> RoundRecord(0, 10, 2.3, None, 0.2, 0.01, 0.01, 80_000.0, 80_000.0).seconds
@@ -154,7 +154,7 @@ def history_of(records: Iterable[RoundRecord]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came of a training.
+    """The result of a training.
 
     Args:
         task: the task at the trained weights.
@@ -162,16 +162,16 @@ class TrainingResult:
         loss: on the test images.
         round_seconds: mean time of a round after the first: gradients, defense, aggregation; not encoding, not
             evaluation.
-        upload_bytes: mean length of what one client encodes and sends: its update, and what it announces.
-        download_bytes: mean length of what each client gets back: the aggregate, and what another one announced.
-        history: (round, accuracy) at each evaluation.
-        diverged: the round in which the training was stopped, because no client's gradients or no weights were finite
-            or because the loss had grown; else None.
+        upload_bytes: mean encoded bytes that a client sends: its update, and what it announces.
+        download_bytes: mean encoded bytes that a client gets back: the aggregate, and what another client announced.
+        history: (rounds done, accuracy) at each evaluation.
+        diverged: the round in which the training was stopped, because no client's gradients were finite, or the new
+            weights were not, or because the loss had grown; else None.
         privacy: the (epsilon, delta) of the client that spent most; None: the defense carries no such guarantee.
-        rounds: what was measured of each round.
+        rounds: what was measured in each round.
         gradient_seconds, defense_seconds, aggregation_seconds: means over the same rounds, see `RoundRecord`.
-        faults: what clients did wrong, one by one; none of it was averaged.
-        execution: how the clients were worked on, see `gradveil.federation._clients`.
+        faults: everything that clients did wrong; none of it was averaged.
+        execution: how the clients' updates were computed, see `gradveil.federation._clients`.
 
     Example:
         >>> TrainingResult.__dataclass_fields__["accuracy"].type

@@ -1,24 +1,24 @@
 """Defenses in Flower (flwr): a client mod, a strategy wrapper, and the local engine's training on Flower's simulation.
 
-On a client that exists already, one line::
+One line in an existing client::
 
     app = ClientApp(mods=[gradveil.flower.defense_mod("dual-pruning+error-feedback", lr=0.1)])
 
-and on the server one line::
+and one line on the server::
 
     strategy = gradveil.flower.GradveilStrategy(FedAvg(), "dual-pruning+error-feedback", lr=0.1)
 
-**Whom the mod protects from.** The mod is part of the app, and whoever starts a run ships the app. It protects from a
-server that keeps to the app which the client's owner has accepted: nodes must run accepted apps only, which
-`gradveil.federation.supernode` sees to.
+**Whom the mod protects from.** The mod is part of the app, and whoever starts a run ships the app. So it protects
+clients only from a server that sends the app which the client's owner has accepted: nodes must run only accepted apps,
+which `gradveil.federation.supernode` enforces.
 
-**What travels.** The server's train message has two records more: ``gradveil`` (round, learning rate, defense) and,
-where a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
-`update.wire`, in the place of the trained arrays; Flower chunks and carries them like any array. Beside it leave
-``num-examples`` and those metrics that the client lists, as the app made them: nothing protects those.
+**What is sent.** The server's train message has up to two more records: ``gradveil`` (round, learning rate, defense)
+and, if a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
+`update.wire`, in place of the trained arrays; Flower chunks and carries them like any array. The reply also holds
+``num-examples`` and the metrics that the client lists, exactly as the app made them: nothing protects those.
 
-**Which arrays are defended.** All floating-point ones, but for the statistics that the client names; those travel as
-they are. Other arrays (whole numbers) must come back as they went.
+**Which arrays are defended.** All floating-point ones, except for the statistics that the client names, which are sent
+as they are. Other arrays (whole numbers) must come back unchanged.
 """
 
 from gradveil.core.errors import MissingPackageError

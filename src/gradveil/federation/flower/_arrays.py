@@ -1,4 +1,4 @@
-"""A model's arrays as Flower carries them, by what becomes of them; and updates made of them."""
+"""A model's arrays as Flower carries them, sorted by how they are treated; and updates made from them."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -15,16 +15,16 @@ Statistics = torch.nn.Module | Iterable[str] | None
 
 @dataclass(frozen=True)
 class Arrays:
-    """A model's arrays by what becomes of them.
+    """A model's arrays, sorted by how they are treated.
 
     Args:
         parameters: trained and defended.
-        statistics: named by their owner; they travel as they are.
-        constants: whole numbers and truth values that nobody named: not trained, not sent.
+        statistics: named by the client or server; sent as they are.
+        constants: whole numbers and booleans that are not named as statistics: not trained, not sent.
 
     Example:
         >>> record = ArrayRecord({"weight": torch.ones(2), "mean": torch.zeros(2), "count": torch.tensor(3)})
-        >>> [list(some) for some in vars(split_arrays(record, ["mean"])).values()]
+        >>> [list(group) for group in vars(split_arrays(record, ["mean"])).values()]
         [['weight'], ['mean'], ['count']]
     """
 
@@ -34,7 +34,7 @@ class Arrays:
 
 
 def split_arrays(record: ArrayRecord, statistics: Collection[str]) -> Arrays:
-    """The arrays of a record; `statistics` are the names of those that travel as they are."""
+    """Sort the arrays of a record; `statistics` are the names of those that are sent as they are."""
     arrays = Arrays({}, {}, {})
     for name, value in record.to_torch_state_dict().items():
         if value.is_complex():
@@ -49,17 +49,17 @@ def split_arrays(record: ArrayRecord, statistics: Collection[str]) -> Arrays:
 
 
 def statistic_names(owner: str, statistics: Statistics) -> frozenset[str]:
-    """The names that a caller means: a model's buffers, or a list."""
+    """The names of the statistics: those of a model's buffers, or a list of names."""
     if statistics is None:
         return frozenset()
     if isinstance(statistics, torch.nn.Module):
         sent = statistics.state_dict()
         return frozenset(name for name, _ in statistics.named_buffers(remove_duplicate=False) if name in sent)
-    return names_of(owner, "statistics", statistics, "a model (its buffers) or names of arrays")
+    return check_names(owner, "statistics", statistics, "a model (its buffers) or names of arrays")
 
 
-def names_of(owner: str, parameter: str, given: Iterable[str], expected: str) -> frozenset[str]:
-    """A list of names that a caller gives as `parameter`."""
+def check_names(owner: str, parameter: str, given: Iterable[str], expected: str) -> frozenset[str]:
+    """Return the names that a caller gave as `parameter`; raise unless they are a list of strings."""
     names = None if isinstance(given, str) else list(given)
     if names is None or not all(isinstance(name, str) for name in names):
         raise ParameterError(f"{owner}: {parameter} must be {expected}, got {given!r}; write a list")
@@ -67,13 +67,13 @@ def names_of(owner: str, parameter: str, given: Iterable[str], expected: str) ->
 
 
 def update_of(before: ArrayRecord, after: ArrayRecord, lr: float, statistics: Collection[str]) -> Update:
-    """(before - after) / lr of the trained arrays, with the statistics; arrays that no defense acts on are refused."""
+    """(before - after) / lr of the trained arrays, with the statistics; refuses changes that no defense acts on."""
     start, end = split_arrays(before, statistics), split_arrays(after, statistics)
     sent, returned = before.to_torch_state_dict(), after.to_torch_state_dict()
     trained = {
         name: value
         for name, value in end.parameters.items()
-        # FedAvg makes floats of whole numbers: an app that gives back the numbers themselves has not trained them.
+        # FedAvg turns whole numbers into floats: an app that returns the numbers themselves has not trained them.
         if name in start.parameters or name not in sent or not _equal(sent[name], value)
     }
     differing = [name for name in {**sent, **returned} if name not in sent or name not in returned]
@@ -92,7 +92,7 @@ def update_of(before: ArrayRecord, after: ArrayRecord, lr: float, statistics: Co
     if changed:
         raise InputError(
             f"flower: expected floating-point arrays, or whole numbers as they were sent, got others in {changed}; no "
-            "defense acts on whole numbers. If they are statistics that may leave as they are, write "
+            "defense acts on whole numbers. If they are statistics that may be sent as they are, write "
             "defense_mod(..., statistics=model)"
         )
     return Update(
@@ -101,12 +101,12 @@ def update_of(before: ArrayRecord, after: ArrayRecord, lr: float, statistics: Co
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    """The same numbers, whatever their types."""
+    """Whether the values are equal, whatever their types."""
     return one.shape == other.shape and bool((one == other).all())
 
 
 def moved_arrays(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
-    """The arrays that a client would have returned whose update was this one."""
+    """The arrays that a client with this update would have returned."""
     start = before.to_torch_state_dict()
     moved = {name: start[name] - lr * value for name, value in update.items()}
     for name, value in moved.items():
@@ -117,7 +117,7 @@ def moved_arrays(before: ArrayRecord, update: Update, lr: float) -> ArrayRecord:
 
 
 def typed_like(before: ArrayRecord, after: ArrayRecord) -> ArrayRecord:
-    """The arrays in the types they had: FedAvg's means of whole numbers are floats, which would count as trained."""
+    """The arrays in their original types: FedAvg's means of whole numbers are floats, which would count as trained."""
     types = {name: value.dtype for name, value in before.to_torch_state_dict().items()}
     values = after.to_torch_state_dict()
     for name, value in values.items():

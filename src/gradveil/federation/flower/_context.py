@@ -1,4 +1,4 @@
-"""What a client keeps in the state that Flower holds for its node through all rounds of a run."""
+"""What a client keeps in the state that Flower holds for its node throughout a run."""
 
 import dataclasses
 from collections.abc import Iterator, MutableMapping
@@ -17,7 +17,7 @@ ROUNDS = "gradveil.rounds"
 
 
 class _ContextMemory(MutableMapping[str, Tensor]):
-    """A defense's memory in the state that Flower keeps for a node through all rounds of a run."""
+    """A defense's memory in the state that Flower keeps for a node throughout a run."""
 
     def __init__(self, state: RecordDict) -> None:
         if MEMORY not in state:
@@ -41,7 +41,7 @@ class _ContextMemory(MutableMapping[str, Tensor]):
 
 
 def memory(context: Context) -> MutableMapping[str, Tensor]:
-    """The client's own memory for ``defense.share(..., memory=...)``; it lives in the node's context and stays there.
+    """The client's memory for ``defense.share(..., memory=...)``; it is kept in the node's context and never sent.
 
     >>> context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
     >>> memory(context)["residual/weight"] = torch.tensor([1.0, 2.0])
@@ -53,13 +53,13 @@ def memory(context: Context) -> MutableMapping[str, Tensor]:
 
 @dataclass
 class Ledger:
-    """Which rounds a client has answered; it lives in the node's context.
+    """Which rounds a client has answered; it is kept in the node's context.
 
     Args:
-        run: the run.
-        announced: the latest round of it in which the client announced.
-        trained: the latest round of it in which the client trained.
-        rounds: how many different rounds, in all runs that share the context.
+        run: the id of the run.
+        announced: the latest round of this run in which the client announced.
+        trained: the latest round of this run in which the client trained.
+        rounds: how many different rounds were answered, in all runs that share the context.
 
     Example:
         >>> ledger = Ledger("run 1")
@@ -75,20 +75,20 @@ class Ledger:
 
     @classmethod
     def of(cls, context: Context) -> "Ledger":
-        """That of the run in a node's context."""
-        kept = context.state.config_records.get(ROUNDS)
-        ledger = cls(str(context.run_id)) if kept is None else cls(**kept)  # type: ignore[arg-type]
+        """The ledger of the current run in a node's context."""
+        stored = context.state.config_records.get(ROUNDS)
+        ledger = cls(str(context.run_id)) if stored is None else cls(**stored)  # type: ignore[arg-type]
         if ledger.run != str(context.run_id):  # every run counts from 1
             ledger = cls(str(context.run_id), rounds=ledger.rounds)
         return ledger
 
     def claim(self, number: int | None, budget: int | None, *, announce: bool = False) -> None:
-        """Enter a round, or refuse (`InputError`) one that was answered or is beyond the budget.
+        """Enter a round, or raise `InputError` if it was answered before or is beyond the budget.
 
         Args:
-            number: its number; None: the next one.
-            budget: how many rounds may be answered at all.
-            announce: it is announced, and not trained yet.
+            number: the round's number; None: the next one.
+            budget: how many rounds may be answered in total; None: any number.
+            announce: the client announces in this round, and will train in it later.
         """
         latest = max(self.announced, self.trained)
         if number is None:
@@ -97,13 +97,13 @@ class Ledger:
         if number < latest or number == (latest if announce else self.trained):
             raise InputError(
                 f"flower: expected a round after {latest}, got round {number} again; a round is answered once and "
-                "rounds only grow, since several answers to one question average the noise away"
+                "round numbers only grow, because several answers to one request average the noise away"
             )
         if number > latest:
             if budget is not None and self.rounds >= budget:
                 raise InputError(
                     f"flower: this client answers {budget} rounds and has answered {self.rounds}; if more are wanted, "
-                    "its owner allows more: rounds="
+                    "its owner must allow more: rounds="
                 )
             self.rounds += 1
         if announce:
@@ -112,19 +112,19 @@ class Ledger:
             self.trained = number
 
     def keep(self, context: Context) -> None:
-        """Put it into the node's context."""
+        """Store it in the node's context."""
         context.state[ROUNDS] = ConfigRecord(dataclasses.asdict(self))
 
 
 def answer_once(message: Message, context: Context, *, rounds: int | None = None) -> None:
-    """Refuse (`InputError`) a train message of a round that this client has answered already.
+    """Raise `InputError` for a train message of a round that this client has answered already.
 
-    For the first line of train functions that call `reply` themselves; `defense_mod` does the same.
+    Call it in the first line of train functions that call `reply` themselves; `defense_mod` does the same by itself.
 
     Args:
         message: the train message.
-        context: the node's; what was answered is kept in its state.
-        rounds: how many rounds this client answers at all; None: any number.
+        context: the node's context; the answered rounds are kept in its state.
+        rounds: how many rounds this client answers in total; None: any number.
 
     Example:
         >>> from types import SimpleNamespace

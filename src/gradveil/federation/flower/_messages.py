@@ -19,12 +19,12 @@ WEIGHT = "num-examples"
 
 
 def bytes_record(data: bytes) -> ArrayRecord:
-    """Bytes as Flower carries arrays: in chunks, so that an update may be of any size."""
+    """Bytes as an array record, which Flower sends in chunks, so that an update may be of any size."""
     return ArrayRecord({"bytes": Array("uint8", (len(data),), "gradveil.wire", data)})
 
 
 def bytes_of(content: RecordDict, key: str) -> bytes | None:
-    """What `bytes_record` was made of; None: there is no such record."""
+    """The bytes that were given to `bytes_record`; None: there is no such record."""
     record = content.array_records.get(key)
     if record is None:
         return None
@@ -34,12 +34,12 @@ def bytes_of(content: RecordDict, key: str) -> bytes | None:
 
 
 def model_arrays(content: RecordDict, whose: str) -> tuple[str, ArrayRecord]:
-    """The one record of arrays in a message that is not ours, and its key."""
+    """The only array record in a message that is not gradveil's own, with its key."""
     found = {key: record for key, record in content.array_records.items() if key not in OUR_RECORDS}
     if len(found) != 1:
         raise InputError(
             f"flower: expected one ArrayRecord, the model, in {whose}, got {sorted(found)}; "
-            "arrays beside the model would leave undefended"
+            "arrays other than the model would be sent undefended"
         )
     return next(iter(found.items()))
 
@@ -54,10 +54,10 @@ class Instructions:
     """What a `GradveilStrategy` tells the clients of a round.
 
     Args:
-        round: its number, from 1.
-        lr: the rate with which an update becomes a step.
-        defense: what the clients must defend with.
-        announce: whether an announcement is asked for, and not an update.
+        round: the number of the round, from 1.
+        lr: the learning rate that turns an update into a step.
+        defense: the defense that the clients must use.
+        announce: whether an announcement is asked for instead of an update.
 
     Example:
         >>> dict(Instructions(3, 0.1, "none").record())
@@ -70,20 +70,20 @@ class Instructions:
     announce: bool = False
 
     def record(self) -> ConfigRecord:
-        """As they stand in a message."""
+        """The instructions as a record of a message."""
         return ConfigRecord(dataclasses.asdict(self))
 
     @classmethod
     def of(cls, message: Message) -> "Instructions | None":
-        """Those in a train message; None: it has none."""
+        """The instructions in a train message; None: it has none."""
         record = message.content.config_records.get(INSTRUCTIONS)
         if record is None:
             return None
         expected = {field.name for field in dataclasses.fields(cls)}
         if set(record) != expected:
             raise InputError(
-                f"flower: expected instructions {sorted(expected)} from the server, got {sorted(record)}; use one "
-                "version of gradveil on both sides"
+                f"flower: expected instructions {sorted(expected)} from the server, got {sorted(record)}; use the "
+                "same version of gradveil on both sides"
             )
         return cls(
             checks.integer("flower", "the server's round", record["round"], low=1),
@@ -93,16 +93,16 @@ class Instructions:
         )
 
     def check_defense(self, defense: Defense) -> None:
-        """Refuse a server that expects another defense than the client's."""
+        """Raise if the server expects another defense than the client's."""
         if self.defense != str(defense):
             raise InputError(
                 f"flower: this client defends with {defense}, the server's strategy expects {self.defense}; "
-                "use one on both sides"
+                "use the same on both sides"
             )
 
     @classmethod
     def required(cls, message: Message) -> "Instructions":
-        """Those in a train message; without them nothing is sent as bytes."""
+        """The instructions in a train message; raise if it has none."""
         found = cls.of(message)
         if found is None:
             raise InputError(
@@ -113,10 +113,10 @@ class Instructions:
 
 
 def announced(message: Message) -> Announced | None:
-    """What the elected client of this round announced, for ``defense.share(..., announced=...)``; mostly None.
+    """What the elected client of this round announced, for ``defense.share(..., announced=...)``; usually None.
 
-    The server passes it on, so it is read as a stranger's: whatever it declares, no more is allocated than the model in
-    the message is large, and only layers of that model are accepted.
+    It comes through the server, so it is not trusted: whatever size it declares, no more is allocated than the model in
+    the message takes, and only layers of that model are accepted.
     """
     data = bytes_of(message.content, LOCATIONS)
     if data is None:
@@ -138,9 +138,9 @@ def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[s
 
     Args:
         message: the train message.
-        update: what ``defense.share`` made; how many samples it says to stand on is its weight.
-        defense: the one that made it.
-        metrics: figures to send along; nothing protects them.
+        update: what ``defense.share`` returned; its weight is the number of samples in its `meta`.
+        defense: the defense that made it.
+        metrics: metrics to send along; nothing protects them.
     """
     instructions = Instructions.required(message)
     instructions.check_defense(defense)
@@ -150,7 +150,7 @@ def reply(message: Message, update: Update, defense: Defense, metrics: Mapping[s
 
 
 def update_record(update: Update, instructions: Instructions, locations: Announced | None) -> ArrayRecord:
-    """An update as it travels in this round."""
+    """An update as it is sent in this round."""
     sent = Update(update, dataclasses.replace(update.meta, round=instructions.round))
     return bytes_record(wire.encode(sent, locations=locations))
 

@@ -1,4 +1,4 @@
-"""The metrics in clients' replies: whether they can be used, and what most of them have in common."""
+"""The metrics in clients' replies: whether they can be used, and which ones most replies have."""
 
 import math
 from collections import Counter
@@ -13,11 +13,11 @@ _Shape = tuple[str, int | None]  # a metric's name, and its length if it is a li
 
 
 def weight_in(message: Message, key: str, most: int) -> float:
-    """What a reply says to weigh, if its metrics can be used.
+    """The weight that a reply claims; raise if its metrics cannot be used.
 
     Args:
         message: the reply.
-        key: the metric that is its weight.
+        key: the name of the metric that is the weight.
         most: the largest weight it may claim.
     """
     records = list(message.content.metric_records.values())
@@ -31,33 +31,33 @@ def weight_in(message: Message, key: str, most: int) -> float:
     return weight
 
 
-def alike(replies: Mapping[int, Message], refuse: Callable[[int, Exception], None]) -> dict[int, Message]:
-    """The replies cut to the metrics that most of them have; strategies stop at different ones.
+def keep_common_metrics(replies: Mapping[int, Message], refuse: Callable[[int, Exception], None]) -> dict[int, Message]:
+    """Reduce the replies to the metrics that most of them have, because strategies fail if metrics differ.
 
-    One client must not stop the others, and of two clients that differ nobody can tell which one is odd.
+    One client must not stop the others, and if only two clients differ, nobody can tell which one is wrong.
 
     Args:
         replies: by node; each has one record of metrics.
-        refuse: is told who lacks a metric that most others have.
+        refuse: called with each node that lacks a metric that most others have, and the error.
     """
     shapes = {node: _shapes(message.content) for node, message in replies.items()}
-    usual = _most(shapes.values(), len(replies))
+    common = _held_by_most(shapes.values(), len(replies))
     keys = Counter(next(iter(message.content.metric_records)) for message in replies.values())
     key, count = keys.most_common(1)[0] if keys else ("", 0)
     if 2 * count <= len(replies):
         key = "metrics"
-    cut: dict[int, Message] = {}
+    reduced: dict[int, Message] = {}
     for node, message in replies.items():
-        if lacking := sorted(name for name, _ in usual - shapes[node]):
+        if lacking := sorted(name for name, _ in common - shapes[node]):
             reason = f"its metrics are {sorted(map(str, shapes[node]))}; most others have {lacking}"
             refuse(node, InputError(reason))
             continue
         [(old, record)] = message.content.metric_records.items()
-        kept = MetricRecord({name: record[name] for name, _ in sorted(usual, key=str)})
+        kept = MetricRecord({name: record[name] for name, _ in sorted(common, key=str)})
         others = {name: value for name, value in message.content.items() if name not in (old, key)}
         message.content = RecordDict({**others, key: kept})
-        cut[node] = message
-    return cut
+        reduced[node] = message
+    return reduced
 
 
 def _shapes(content: RecordDict) -> set[_Shape]:
@@ -65,7 +65,7 @@ def _shapes(content: RecordDict) -> set[_Shape]:
     return {(name, len(value) if isinstance(value, list) else None) for name, value in record.items()}
 
 
-def _most(sets: Iterable[set[_Shape]], count: int) -> set[_Shape]:
-    """What more than half of the sets hold."""
-    held = Counter(shape for one in sets for shape in one)
-    return {shape for shape, times in held.items() if 2 * times > count}
+def _held_by_most(sets: Iterable[set[_Shape]], count: int) -> set[_Shape]:
+    """The elements that more than half of the sets hold."""
+    counts = Counter(shape for each in sets for shape in each)
+    return {shape for shape, times in counts.items() if 2 * times > count}

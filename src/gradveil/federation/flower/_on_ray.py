@@ -1,4 +1,4 @@
-"""Flower's simulation on Ray, which reports to nobody."""
+"""Flower's simulation on Ray, with the telemetry of both switched off."""
 
 import importlib
 import logging
@@ -24,11 +24,11 @@ def run_on_ray(job: Any, work: Work, server: ServerApp, *, clients: int, actors:
     """Run a server app with simulated clients.
 
     Args:
-        job: what all clients need; every process gets it once.
-        work: how a client answers a message to do its part of the job.
+        job: what all clients need; every worker process gets it once.
+        work: computes a client's reply to a message.
         server: the server app.
-        clients: how many.
-        actors: processes that work for them, one CPU each; None: Flower's default, two CPUs each.
+        clients: the number of clients.
+        actors: worker processes, one CPU each; None: Flower's default, two CPUs each.
     """
     try:
         import ray
@@ -42,7 +42,7 @@ def run_on_ray(job: Any, work: Work, server: ServerApp, *, clients: int, actors:
         raise InputError(
             "flower: Ray is running in this process, and Flower would shut it down; call ray.shutdown() first"
         )
-    # What Ray will do anyway in a later version, and warns of until then.
+    # Ray will do this by default in a later version, and warns until then.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     level = logger.level
     logger.setLevel(logging.WARNING)
@@ -68,7 +68,7 @@ def _no_telemetry() -> Iterator[None]:
     module = importlib.import_module("flwr.simulation.run_simulation")  # a function of the same name hides it
     before, event = {name: os.environ.get(name) for name in TELEMETRY}, module.event
     os.environ.update(dict.fromkeys(TELEMETRY, "0"))
-    # Flower read the environment when it was imported; and it reports from threads, which would outlive a switch.
+    # Flower read the environment when it was imported, and it reports from threads that may outlive this block.
     module.event = lambda *_args, **_details: None  # type: ignore[attr-defined]
     try:
         yield
@@ -81,7 +81,7 @@ def _no_telemetry() -> Iterator[None]:
                 os.environ[name] = value
 
 
-_jobs: dict[str, Any] = {}  # of a worker process: the job it works for
+_jobs: dict[str, Any] = {}  # in a worker process: the current job, by its reference
 
 
 def _job(reference: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The client's side: a mod that protects what an existing app sends."""
+"""The client's side: a mod that defends what an existing app sends."""
 
 import copy
 import logging
@@ -16,7 +16,7 @@ from gradveil.core.errors import InputError, ParameterError
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.federation.flower import _messages as messages
-from gradveil.federation.flower._arrays import Statistics, moved_arrays, names_of, statistic_names, update_of
+from gradveil.federation.flower._arrays import Statistics, check_names, moved_arrays, statistic_names, update_of
 from gradveil.federation.flower._context import Ledger, memory
 from gradveil.federation.flower._messages import INSTRUCTIONS, Instructions
 from gradveil.update import Update
@@ -29,7 +29,7 @@ OTHER_MESSAGES = ("evaluate", "query")
 SERVER_ROUND = "server-round"  # Flower's strategies number their rounds under this name
 
 CLIP = 10.0
-"""Largest norm of an update, in gradient units, that a defense with noise is given unless the client says otherwise."""
+"""Default of `clip` for defenses that add noise: the largest norm of an update, in gradient units."""
 
 logger = logging.getLogger("flwr")
 
@@ -50,26 +50,26 @@ class _DefenseMod:
     def __call__(self, message: Message, context: Context, call_next: "ClientAppCallable") -> Message:
         kind = message.metadata.message_type.partition(".")[0]
         if kind != "train":
-            return self._other(kind, message, context, call_next)
+            return self._answer_other(kind, message, context, call_next)
         instructions = Instructions.of(message) if self.send == "dense" else Instructions.required(message)
-        lr = self._rate(message, instructions)
+        lr = self._learning_rate(message, instructions)
         if instructions is not None:
             instructions.check_defense(self.defense)
         announce = instructions is not None and instructions.announce
         published = messages.announced(message)
         _, before = messages.model_arrays(message.content, "the train message")
-        bare = copy.copy(message)
-        bare.content = RecordDict({key: r for key, r in message.content.items() if key not in messages.OUR_RECORDS})
+        plain = copy.copy(message)  # the message as the app expects it, without gradveil's records
+        plain.content = RecordDict({key: r for key, r in message.content.items() if key not in messages.OUR_RECORDS})
 
-        # Before the app sees the message: a round in which it fails is not asked for again either.
+        # Before the app sees the message, so that a round in which it fails is not answered again either.
         ledger = Ledger.of(context)
-        ledger.claim(self._number(message, instructions), self.rounds, announce=announce)
+        ledger.claim(self._round_number(message, instructions), self.rounds, announce=announce)
         ledger.keep(context)
         state = copy.deepcopy(context.state) if announce else None
-        answer = call_next(bare, context)
+        answer = call_next(plain, context)
         if state is not None:
-            context.state = state  # the round itself is still to come
-        ledger.keep(context)  # whatever the app did to its state
+            context.state = state  # training in this round is still to come
+        ledger.keep(context)  # again, in case the app changed the state
         if answer.has_error():
             return answer
         _refuse_reserved(answer.content)
@@ -87,8 +87,8 @@ class _DefenseMod:
         answer.content = RecordDict({messages.UPDATE: sent, **others})
         return answer
 
-    def _other(self, kind: str, message: Message, context: Context, call_next: "ClientAppCallable") -> Message:
-        """The reply to a message that asks for no training: what it says about the data is not defended at all."""
+    def _answer_other(self, kind: str, message: Message, context: Context, call_next: "ClientAppCallable") -> Message:
+        """Reply to a message that does not ask for training; what the reply says about the data is not defended."""
         answer = call_next(message, context)
         if answer.has_error():
             return answer
@@ -97,20 +97,20 @@ class _DefenseMod:
         if found and kind not in self.arrays:
             raise InputError(
                 f"flower: expected no arrays in the reply to a message of type {kind!r}, got {found}; no defense acts "
-                f'on them. If they may leave as they are, write defense_mod(..., arrays=["{kind}"])'
+                f'on them. If they may be sent as they are, write defense_mod(..., arrays=["{kind}"])'
             )
         answer.content = RecordDict(self._listed(answer.content))
         return answer
 
     def _listed(self, records: Mapping[str, ArrayRecord | MetricRecord | ConfigRecord]) -> dict[str, Any]:
-        """The records without what the client has not listed; one of which nothing is left is left out too."""
+        """The records, reduced to what the client has listed; records that become empty are left out."""
         listed: dict[str, Any] = {}
         dropped: list[str] = []
         for key, record in records.items():
             if isinstance(record, ArrayRecord):
                 listed[key] = record
                 continue
-            kept: dict[str, Any] = {n: v for n, v in record.items() if self._may_leave(n, v, record)}
+            kept: dict[str, Any] = {n: v for n, v in record.items() if self._may_be_sent(n, v, record)}
             dropped += [name for name in record if name not in kept]
             if kept:
                 listed[key] = type(record)(kept)
@@ -121,24 +121,24 @@ class _DefenseMod:
             )
         return listed
 
-    def _may_leave(self, name: str, value: object, record: MetricRecord | ConfigRecord) -> bool:
-        weight = name == messages.WEIGHT and isinstance(record, MetricRecord) and not isinstance(value, list)
-        return weight or name in self.metrics
+    def _may_be_sent(self, name: str, value: object, record: MetricRecord | ConfigRecord) -> bool:
+        is_weight = name == messages.WEIGHT and isinstance(record, MetricRecord) and not isinstance(value, list)
+        return is_weight or name in self.metrics
 
     def _bounded(self, update: Update, context: Context) -> Update:
-        """The update cut to the client's norm, and so is what error feedback will add to it.
+        """The update clipped to norm `clip`; what error feedback will add to it is clipped as well.
 
-        Noise protects what is not much larger than itself. How large an update is the server may decide (by the weights
-        it sends, or a learning rate that the app takes from the message), so it is not left to grow; nor is a residual,
-        which would sum up over the rounds what is cut in each.
+        Noise protects only what is not much larger than the noise. The server can influence how large an update is (by
+        the weights it sends, or by a learning rate that the app takes from the message), so the norm is limited. So is
+        that of a residual, which would otherwise add up over the rounds what is clipped in each.
         """
         if self.clip is None:
             return update
         for residual in self.defense.residuals(memory(context)):
-            residual.update(_cut(dict(residual), self.clip, "what error feedback kept"))
-        return Update(_cut(update, self.clip, "the update"), update.meta)
+            residual.update(_clipped(dict(residual), self.clip, "what error feedback kept"))
+        return Update(_clipped(update, self.clip, "the update"), update.meta)
 
-    def _rate(self, message: Message, instructions: Instructions | None) -> float:
+    def _learning_rate(self, message: Message, instructions: Instructions | None) -> float:
         if instructions is not None:
             if self.lr is not None and self.lr != instructions.lr:
                 raise InputError(
@@ -156,8 +156,8 @@ class _DefenseMod:
             "says lr; write defense_mod(..., lr=RATE)"
         )
 
-    def _number(self, message: Message, instructions: Instructions | None) -> int | None:
-        """The round's number; None: the server has none, and messages are counted."""
+    def _round_number(self, message: Message, instructions: Instructions | None) -> int | None:
+        """The round's number; None: the server does not send one, and messages are counted instead."""
         if instructions is not None:
             return instructions.round
         numbers = [r[SERVER_ROUND] for r in message.content.config_records.values() if SERVER_ROUND in r]
@@ -191,41 +191,41 @@ def defense_mod(
     arrays: Iterable[str] = (),
     **parameters: Any,
 ) -> _DefenseMod:
-    r"""A mod that protects what an existing client app sends, without touching the app.
+    r"""A mod that defends what an existing client app sends, without changing the app.
 
-    The app trains as ever; of the arrays it got and the arrays it returns the mod makes
+    The app trains as usual; from the arrays it got and the arrays it returns, the mod computes
 
     .. math:: u = (start - end) / lr, \quad sent = D(u \min(1, clip / |u|))
 
-    so that noise is always in gradient units, and sends the defended update in the place of the arrays. The defense
+    so that noise is always in gradient units, and sends the defended update in place of the arrays. The defense
     acts once, on the finished update; error feedback keeps its residual in the node's context.
 
-    A round is answered once, and rounds only grow: what was answered is kept in the node's context, which lives as long
-    as the run. A stock SuperNode may begin with the next message before it has kept the context; one started with
-    `gradveil.federation.supernode` does not.
+    A round is answered once, and round numbers only grow: the answered rounds are kept in the node's context, which
+    lives as long as the run. A stock SuperNode may begin with the next message before it has saved the context; one
+    started with `gradveil.federation.supernode` does not.
 
     Args:
         defense: a gradient-only defense, or its name or text (``"dual-pruning:k1=0.05+error-feedback"``).
-        lr: the client's learning rate. None: the one that the server's strategy says (or, with ``send="dense"``, that
-            the train message calls ``lr``). **Say it** where the defense adds noise and the server is not trusted:
-            whoever chooses lr chooses how loud the noise is beside the update, up to `clip`.
+        lr: the client's learning rate. None: the one that the server's strategy sends (or, with ``send="dense"``, the
+            ``lr`` in the train message). **Set it** if the defense adds noise and the server is not trusted: whoever
+            chooses lr chooses how large the noise is relative to the update, up to `clip`.
         send: ``"wire"``: as bytes that only a `GradveilStrategy` reads; zeros cost next to nothing. ``"dense"``: as
-            arrays start - lr * sent that any strategy reads; nothing is saved, and what the method does on the
-            server (compensation, aligned locations) does not happen.
-        clip: largest norm of the update over all layers, in gradient units; what error feedback adds to it is cut to
-            the same norm. A larger one is scaled down before the defense acts, with a warning. Default: 10 if the
+            arrays start - lr * sent that any strategy reads; no bytes are saved, and the method's part on the server
+            (compensation, aligned locations) does not happen.
+        clip: largest norm of the update over all layers, in gradient units; what error feedback adds to it is clipped
+            to the same norm. A larger one is scaled down before the defense acts, with a warning. Default: 10 if the
             defense adds noise (`Defense.adds_noise`), else None: no limit. A server can make an update as large as it
-            likes, and noise vanish beside it, so choose the norm of your honest updates rather than None.
+            likes, so that noise is negligible next to it: choose the norm of your honest updates rather than None.
         rounds: how many rounds this client answers in this context; None: any number. Needed with ``send="dense"``
             if the server's messages have no ``server-round``.
-        statistics: the arrays that travel as they are, undefended: a model, which means its buffers (batch-norm
+        statistics: the arrays that are sent as they are, undefended: a model, which stands for its buffers (batch-norm
             statistics), or names. Every other floating-point array is defended, and one of whole numbers must come
-            back as it went. The server's strategy must be told the same.
-        metrics: names of the metrics and config values that may leave beside ``num-examples``, undefended, in replies
-            of every kind. Others are left out, with a warning.
-        arrays: ``"evaluate"``, ``"query"``: kinds of messages whose replies may hold arrays, which leave undefended.
-            With others, such a reply is an error.
-        parameters: of the defense, if it is given by name.
+            back unchanged. The server's strategy must be given the same.
+        metrics: names of the metrics and config values that may be sent besides ``num-examples``, undefended, in
+            replies of every kind. Others are left out, with a warning.
+        arrays: ``"evaluate"``, ``"query"``: kinds of messages whose replies may hold arrays, which are sent undefended.
+            Arrays in replies of any other kind are an error.
+        parameters: parameters of the defense, if it is given by name.
 
     Example:
         >>> defense_mod("dual-pruning", k1=0.05, k2=0.75)
@@ -270,25 +270,25 @@ def defense_mod(
         clip = checks.number("defense_mod", "clip", clip, above=0)
     if rounds is not None:
         rounds = checks.integer("defense_mod", "rounds", rounds, low=1)
-    kinds = names_of("defense_mod", "arrays", arrays, "kinds of messages")
+    kinds = check_names("defense_mod", "arrays", arrays, "kinds of messages")
     for kind in kinds:
         checks.choice("defense_mod", "arrays", kind, OTHER_MESSAGES)
     named = statistic_names("defense_mod", statistics)
-    listed = names_of("defense_mod", "metrics", metrics, "names of metrics")
+    listed = check_names("defense_mod", "metrics", metrics, "names of metrics")
     return _DefenseMod(chosen, lr, send, clip, rounds, named, listed, kinds)
 
 
-def _cut(layers: Mapping[str, Tensor], norm: float, what: str) -> dict[str, Tensor]:
-    """The layers, scaled down together if their norm is larger."""
-    got = math.hypot(*(float(torch.linalg.vector_norm(value.double())) for value in layers.values()))
-    if not got > norm:
+def _clipped(layers: Mapping[str, Tensor], limit: float, what: str) -> dict[str, Tensor]:
+    """The layers, scaled down together if their norm is above the limit."""
+    norm = math.hypot(*(float(torch.linalg.vector_norm(value.double())) for value in layers.values()))
+    if not norm > limit:
         return dict(layers)
-    logger.warning("gradveil: %s has norm %.3g, cut to %g; see defense_mod(..., clip=...)", what, got, norm)
-    return {name: (value.double() * (norm / got)).to(value.dtype) for name, value in layers.items()}
+    logger.warning("gradveil: %s has norm %.3g, cut to %g; see defense_mod(..., clip=...)", what, norm, limit)
+    return {name: (value.double() * (limit / norm)).to(value.dtype) for name, value in layers.items()}
 
 
 def _refuse_reserved(content: RecordDict) -> None:
-    """Our names are ours alone: what stands there is taken for a defended update."""
+    """Refuse a reply that uses gradveil's record names: what it holds would be taken for a defended update."""
     if taken := sorted(key for key in content if key.partition(".")[0] == INSTRUCTIONS):
         raise InputError(
             f"flower: expected a reply without records called {INSTRUCTIONS!r} or {INSTRUCTIONS + '.*'!r}, which "

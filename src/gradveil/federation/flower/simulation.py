@@ -29,14 +29,14 @@ from gradveil.federation.training import RoundRecord, Training, TrainingResult, 
 from gradveil.task import Task
 
 
-class _SameRounds(FedAvg):
-    """The local engine's server: the same clients in each round, and its optimiser's steps on the weighted mean."""
+class _LocalServer(FedAvg):
+    """A strategy that does what the local engine's server does: same clients in each round, same optimiser steps."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
         self.job = job
-        self.number = 0  # of the round at work, as the local engine counts
-        self.elapsed = 0.0  # seconds of the last one
+        self.number = 0  # of the current round, counted from 0 as in the local engine
+        self.elapsed = 0.0  # seconds that the last round took
         self.rounds_of: Counter[int] = Counter()
         self._optimiser = ServerOptimiser(job.training, job.task.parameters)
 
@@ -61,7 +61,7 @@ class _SameRounds(FedAvg):
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """FedAvg's mean of the arrays is one update away from the start; statistics are averaged only."""
+        """Take the optimiser's step along the mean update, start - FedAvg's mean; statistics are only averaged."""
         mean, metrics = super().aggregate_train(server_round, replies)
         if mean is None:
             return None, metrics
@@ -76,7 +76,7 @@ class _SameRounds(FedAvg):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Nothing: the server evaluates."""
+        """No messages: the server evaluates."""
         return []
 
 
@@ -90,49 +90,50 @@ def simulate(
     progress: Callable[[int, int], None] | None = None,
     watch: Callable[[RoundRecord], None] | None = None,
 ) -> TrainingResult:
-    """The training of `gradveil.federation.train` on Flower's simulation: one simulated node a client, on Ray.
+    """The training of `gradveil.federation.train` on Flower's simulation: one simulated node per client, on Ray.
 
     Clients, batches, seeds and the order of all draws are those of the local engine, so the weights are the same up to
-    rounding. Every defense works: clients call ``defense.share``, and updates travel as `update.wire` bytes. Bytes
-    are those of Flower's messages: down goes the whole model to every client, up the encoded update with its metrics.
-    `round_seconds` is the time of a round on the server, sending and waiting included.
+    rounding. Every defense works: clients call ``defense.share``, and updates are sent as `update.wire` bytes. Bytes
+    are those of Flower's messages: every client downloads the whole model and uploads the encoded update with its
+    metrics. `round_seconds` is the time of a round on the server, including sending and waiting.
 
     Flower's own `run_simulation` is deprecated in favour of the command ``flwr run``, which needs an app in a folder
-    and leaves a SuperLink running. This calls the function that both of them run (`_run_simulation`), which is not
-    public: hence the narrow range of versions in the extra. While it runs, Flower's and Ray's telemetry is off.
+    and leaves a SuperLink running. This calls the function that both of them call (`_run_simulation`), which is not
+    public: hence the narrow range of Flower versions that the extra ``gradveil[flower]`` allows. While it runs,
+    Flower's and Ray's telemetry is off.
 
     Args:
         task: model and loss at the initial weights, on the CPU; not changed.
         dataset: as for the local engine.
         defense: as for the local engine.
         training: as for the local engine.
-        actors: processes that work for the clients, one CPU each; None: Flower's default, two CPUs each.
+        actors: worker processes, one CPU each; None: Flower's default, two CPUs each.
         progress: called with (rounds done, rounds in all).
-        watch: called with what was measured of each round; all of its time counts as that of the gradients.
+        watch: called with the record of each round; all of its time counts as time of the gradients.
     """
     if actors is not None:
         checks.integer("simulate", "actors", actors, low=1)
     if task.device.type != "cpu":
         raise InputError(f"flower: simulate trains on the CPU, got a task on {task.device}")
     job = Job.prepare(task, dataset, defense, training)
-    rounds = _SameRounds(job)
-    # The server's steps have a rate of their own.
-    strategy = GradveilStrategy(rounds, job.defense, lr=1.0, statistics=job.statistics)
+    inner = _LocalServer(job)
+    # 1.0, because the learning rate is applied by the inner strategy's optimiser.
+    strategy = GradveilStrategy(inner, job.defense, lr=1.0, statistics=job.statistics)
     last = ArrayRecord({**job.task.parameters, **{name: job.task.buffers[name] for name in job.statistics}})
     records: list[RoundRecord] = []
     diverged: int | None = None
-    uploaded = 0  # replies accepted in the rounds before
+    counted = 0  # uploads that earlier records count
     stopped = threading.Event()
 
-    def look(done: int, arrays: ArrayRecord) -> None:
-        nonlocal last, uploaded
+    def record_round(done: int, arrays: ArrayRecord) -> None:
+        nonlocal last, counted
         for fault in strategy.faults:
-            if fault.round == done and fault.kind != NOT_FINITE:  # a simulated client has no other reason to fail
+            if fault.round == done and fault.kind != NOT_FINITE:  # simulated clients fail for no other reason
                 raise InputError(f"flower: {fault}")
         before, last = _task_at(job.task, last), arrays
         if not done:
             return
-        uploads, uploaded = strategy.uploads[uploaded:], len(strategy.uploads)
+        uploads, counted = strategy.uploads[counted:], len(strategy.uploads)
         if not uploads:
             raise NotFiniteError("flower: no client's gradients are finite")
         batches = job.draw(before, done - 1)
@@ -142,7 +143,7 @@ def simulate(
                 clients=len(uploads),
                 loss=training_loss(before, batches),
                 accuracy=job.accuracy(_task_at(job.task, arrays), done),
-                gradient_seconds=rounds.elapsed,
+                gradient_seconds=inner.elapsed,
                 defense_seconds=0.0,
                 aggregation_seconds=0.0,
                 upload_bytes=fmean(uploads),
@@ -154,7 +155,7 @@ def simulate(
         if progress:
             progress(done, training.rounds)
         if job.has_diverged(records):
-            raise NotFiniteError("flower: the loss has grown beyond hope")
+            raise NotFiniteError("flower: the loss has diverged")
 
     server = ServerApp()
 
@@ -163,18 +164,18 @@ def simulate(
         nonlocal diverged
         _give_up_when(stopped, grid)
         try:
-            strategy.start(grid, last, num_rounds=training.rounds, evaluate_fn=look)
+            strategy.start(grid, last, num_rounds=training.rounds, evaluate_fn=record_round)
         except NotFiniteError:
-            diverged = rounds.number
+            diverged = inner.number
 
     try:
-        run_on_ray(job, _work, server, clients=training.clients, actors=actors)
+        run_on_ray(job, _answer_or_error, server, clients=training.clients, actors=actors)
     finally:
         stopped.set()
     return job.result(
         _task_at(job.task, last),
         records,
-        rounds.rounds_of,
+        inner.rounds_of,
         diverged=diverged,
         faults=[dataclasses.replace(fault, round=fault.round - 1) for fault in strategy.faults],
         execution="flower",
@@ -187,7 +188,7 @@ def _task_at(task: Task, record: ArrayRecord) -> Task:
 
 
 def _give_up_when(stopped: threading.Event, grid: Grid) -> None:
-    """Let the server's thread end when the simulation is over: it would wait an hour for clients that are gone."""
+    """End the server's thread when the simulation is over: it would wait an hour for clients that are gone."""
     pull = grid.pull_messages
 
     def pull_messages(message_ids: Iterable[str]) -> Iterable[Message]:
@@ -198,23 +199,24 @@ def _give_up_when(stopped: threading.Event, grid: Grid) -> None:
     grid.pull_messages = pull_messages  # type: ignore[method-assign]
 
 
-def _work(job: Job, message: Message, context: Context) -> Message:
-    """What a client of the local engine does in a round; if it cannot, the reason."""
+def _answer_or_error(job: Job, message: Message, context: Context) -> Message:
+    """What a client of the local engine sends in a round, or the reason why it cannot."""
     try:
         return _answer(job, message, context)
-    except GradveilError as error:  # for exceptions Flower sends and logs whole tracebacks
+    except GradveilError as error:  # if it were raised, Flower would send and log the whole traceback
         reason = f"{type(error).__name__}: {error}"
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason), reply_to=message)
 
 
 def _answer(job: Job, message: Message, context: Context) -> Message:
-    instructions, own = Instructions.required(message), memory(context)
+    instructions, own_memory = Instructions.required(message), memory(context)
     number = instructions.round - 1
     client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)
     current = _task_at(job.task, message.content.array_records["arrays"])
     batch = job.draw(current, number, client)[client]
     if instructions.announce:
-        elected = job.client_round(current, number, client, batch, "announce", memory=own)
-        return announcement(message, job.defense.make_announcement(elected))
-    given = job.client_round(current, number, client, batch, "share", memory=own, announced=announced(message))
-    return reply(message, job.defense.make_update(given), job.defense)
+        client_round = job.client_round(current, number, client, batch, "announce", memory=own_memory)
+        return announcement(message, job.defense.make_announcement(client_round))
+    state = {"memory": own_memory, "announced": announced(message)}
+    client_round = job.client_round(current, number, client, batch, "share", **state)
+    return reply(message, job.defense.make_update(client_round), job.defense)

@@ -1,4 +1,4 @@
-"""The server's side: a strategy around another one."""
+"""The server's side: a strategy that wraps another one."""
 
 import dataclasses
 import logging
@@ -22,7 +22,7 @@ from gradveil.federation.faults import FAILED, MISSING, NOT_FINITE, STRANGER, Fa
 from gradveil.federation.flower import _messages as messages
 from gradveil.federation.flower._arrays import Statistics, moved_arrays, split_arrays, statistic_names, typed_like
 from gradveil.federation.flower._messages import INSTRUCTIONS, LOCATIONS, UPDATE, Instructions
-from gradveil.federation.flower._metrics import alike, weight_in
+from gradveil.federation.flower._metrics import keep_common_metrics, weight_in
 from gradveil.federation.protocol import OpenRound, Replies
 from gradveil.update import Update, wire
 
@@ -35,7 +35,7 @@ logger = logging.getLogger("flwr")
 
 @dataclass
 class _Round:
-    """What the server remembers of a round from its messages to their replies."""
+    """What the server remembers about a round from sending its messages until their replies."""
 
     server: "OpenRound[_Accepted]"
     arrays: ArrayRecord
@@ -47,10 +47,10 @@ class _Round:
 
 @dataclass(frozen=True)
 class _Accepted:
-    """A reply that can be used, and the arrays that the inner strategy gets in its place."""
+    """A usable reply, and the arrays that the inner strategy gets in its place."""
 
     message: Message
-    size: int  # bytes as it arrived
+    size: int  # in bytes, as it arrived
     update: Update
     weight: float
     moved: ArrayRecord
@@ -59,27 +59,28 @@ class _Accepted:
 class GradveilStrategy(Strategy):
     """A strategy around another one: it tells clients what they need, reads their updates and refuses bad ones.
 
-    Each round it sends out what the inner strategy sends, with the round's number, the learning rate, and, for defenses
-    that align locations, what an elected client announced. Of the replies it decodes the updates and refuses what is
-    not an update of this model in this round: broken bytes, other layers, shapes or types, NaN, a stale round, a
-    second reply, metrics unlike the others', an error, or no reply. Replies to evaluate messages are looked at in the
-    same way. Every refusal is logged, counted, and named in `faults`; the round goes on with the others, and if none is
-    left, the model stays as it was.
+    In each round it sends the inner strategy's messages, adding the round's number, the learning rate, and, for
+    defenses that align locations, what an elected client announced. It decodes the updates in the replies and refuses
+    whatever is not an update of this model in this round: broken bytes, other layers, shapes or types, NaN, a stale
+    round, a second reply, metrics that lack what most others have, an error, or no reply. Replies to evaluate messages
+    are checked in the same way. Every refusal is logged, counted, and listed in `faults`; the round continues with the
+    other replies, and if none is left, the model stays as it was.
 
-    Of the metrics the inner strategy gets those that more than half of the replies have; who lacks one of them is
-    refused. So of two clients neither gets the other one refused, whoever answers first.
+    The inner strategy gets the metrics that more than half of the replies have; a reply that lacks one of them is
+    refused. So if there are two clients, neither can get the other one refused, whoever answers first.
 
     The inner strategy then gets ordinary arrays, start - lr * update: each client's own, so that medians and Krum work;
-    or, where the defense aggregates itself (compensation, aligned locations), the defense's aggregate for every client.
+    or, if the defense aggregates itself (compensation, aligned locations), the defense's aggregate for every client.
 
-    It cannot tell a well-formed lie: a huge update is for a robust inner strategy, and so is a weight within its bound.
+    It cannot recognise a well-formed lie: huge updates, and false weights within the bound, are left to a robust inner
+    strategy.
 
     Args:
         inner: any strategy that sends all clients the same model.
         defense: the defense of the clients, or its name or text; for one that needs preparing, the prepared object.
-        lr: the learning rate of the clients, with which an update becomes a step again.
-        statistics: as in the clients' `defense_mod`: the model, or the names of the arrays that travel undefended.
-        most_examples: largest weight (``num-examples``) that a reply may claim; it must be a whole number from 1. Say
+        lr: the learning rate of the clients, which turns an update into a step again.
+        statistics: as in the clients' `defense_mod`: the model, or the names of the arrays that are sent undefended.
+        most_examples: largest weight (``num-examples``) that a reply may claim; it must be a whole number from 1. Use
             the size of the largest client: whoever claims more than it has moves the mean further.
 
     Example:
@@ -121,10 +122,10 @@ class GradveilStrategy(Strategy):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """As `Strategy.start`; an announcement is waited for as long as a training."""
+        """As `Strategy.start`; `timeout` also limits how long an announcement is waited for."""
         self._timeout = timeout
         result = super().start(grid, initial_arrays, num_rounds, timeout, train_config, evaluate_config, evaluate_fn)
-        if not result.arrays:  # no round had an update that could be used
+        if not result.arrays:  # no round had a usable update
             result.arrays = initial_arrays
         return result
 
@@ -153,43 +154,44 @@ class GradveilStrategy(Strategy):
             all_statistics=False,
             named_once=True,
         )
-        now = _Round(server, sent, key, asked)
+        current = _Round(server, sent, key, asked)
         instructions = Instructions(server_round, self.lr, str(self.defense))
-        server.elect(partial(self._announcement, now, instructions, grid))
+        server.elect(partial(self._announcement, current, instructions, grid))
         extra: dict[str, Any] = {INSTRUCTIONS: instructions.record()}
         if server.announced is not None:
             extra[LOCATIONS] = messages.bytes_record(wire.encode_locations(server.announced))
         for message in asked:
             message.content = RecordDict({**message.content, **extra})
             self.downloads.append(messages.size_of(message.content))
-        self.downloads[-1] += now.announcement_down
-        self._round = now
+        self.downloads[-1] += current.announcement_down
+        self._round = current
         return asked
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
         """Decode, refuse, and let the inner strategy aggregate the rest."""
-        now, self._round = self._round, None
-        if now is None or now.server.number != server_round:
+        current, self._round = self._round, None
+        if current is None or current.server.number != server_round:
             raise InputError(f"GradveilStrategy: round {server_round} was aggregated before it was configured")
-        opened = _heard(now.server, now.asked, replies, partial(self._open, now))
-        accepted = [opened[node] for node in alike({n: o.message for n, o in opened.items()}, now.server.refuse)]
+        opened = _collect(current.server, current.asked, replies, partial(self._open, current))
+        usable = keep_common_metrics({node: one.message for node, one in opened.items()}, current.server.refuse)
+        accepted = [opened[node] for node in usable]
         if not accepted:
             logger.warning("gradveil: no update of round %d is left; the model stays as it was", server_round)
             return None, None
         if self.defense.aggregates:
-            aggregate = now.server.aggregate(
+            aggregate = current.server.aggregate(
                 [one.update for one in accepted], [one.weight for one in accepted], self._memory
             )
-            moved = moved_arrays(now.arrays, aggregate, self.lr)
-            # A record of its own for each: medians take arrays out of theirs.
+            moved = moved_arrays(current.arrays, aggregate, self.lr)
+            # A separate record for each client, because strategies of medians remove arrays from theirs.
             accepted = [dataclasses.replace(one, moved=ArrayRecord(dict(moved))) for one in accepted]
         for one in accepted:
             self.uploads.append(one.size)
-            others = {key: value for key, value in one.message.content.items() if key != UPDATE}
-            one.message.content = RecordDict({**others, now.key: one.moved})
-        self.uploads[-1] += now.announcement_up
+            others = {key: record for key, record in one.message.content.items() if key != UPDATE}
+            one.message.content = RecordDict({**others, current.key: one.moved})
+        self.uploads[-1] += current.announcement_up
         arrays, metrics = self.inner.aggregate_train(server_round, [one.message for one in accepted])
         if arrays is not None:
             if not _is_finite(arrays):
@@ -197,7 +199,7 @@ class GradveilStrategy(Strategy):
                     f"GradveilStrategy: the model stopped being finite in round {server_round}, though every update "
                     "was; lower the learning rate"
                 )
-            arrays = typed_like(now.arrays, arrays)
+            arrays = typed_like(current.arrays, arrays)
         if metrics is not None:
             metrics["gradveil-refused"] = sum(fault.round == server_round for fault in self.faults)
         return arrays, metrics
@@ -205,7 +207,7 @@ class GradveilStrategy(Strategy):
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """As the inner strategy says."""
+        """The inner strategy's messages."""
         self._evaluated = list(self.inner.configure_evaluate(server_round, arrays, config, grid))
         return self._evaluated
 
@@ -214,11 +216,11 @@ class GradveilStrategy(Strategy):
         asked, self._evaluated = self._evaluated, []
         nodes = [message.metadata.dst_node_id for message in asked]
         evaluations: Replies[Message] = Replies(server_round, nodes, self._note, named_once=True)
-        heard = alike(_heard(evaluations, asked, replies, self._evaluation), evaluations.refuse)
-        if asked and not heard:
+        usable = keep_common_metrics(_collect(evaluations, asked, replies, self._check_evaluation), evaluations.refuse)
+        if asked and not usable:
             logger.warning("gradveil: no evaluation of round %d is left", server_round)
             return None
-        return self.inner.aggregate_evaluate(server_round, list(heard.values()))
+        return self.inner.aggregate_evaluate(server_round, list(usable.values()))
 
     def summary(self) -> None:
         """Log the defense, and the inner strategy's summary."""
@@ -228,9 +230,9 @@ class GradveilStrategy(Strategy):
     def __repr__(self) -> str:
         return f"GradveilStrategy({type(self.inner).__name__}, {str(self.defense)!r}, lr={self.lr:g})"
 
-    def _announcement(self, now: _Round, instructions: Instructions, grid: Grid, node: int) -> bytes | None:
-        """What a client announces when it is asked to."""
-        message = next(message for message in now.asked if message.metadata.dst_node_id == node)
+    def _announcement(self, current: _Round, instructions: Instructions, grid: Grid, node: int) -> bytes | None:
+        """Ask a client to announce, and return the bytes that it announces."""
+        message = next(message for message in current.asked if message.metadata.dst_node_id == node)
         question = dataclasses.replace(instructions, announce=True).record()
         ask = Message(RecordDict({**message.content, INSTRUCTIONS: question}), node, message.metadata.message_type)
         answers = list(grid.send_and_receive([ask], timeout=self._timeout))
@@ -238,26 +240,26 @@ class GradveilStrategy(Strategy):
             raise Refused(MISSING, "no announcement")
         if error := _error_of(answers[0]):
             raise error
-        now.announcement_up += messages.size_of(answers[0].content)
-        now.announcement_down += messages.size_of(ask.content)
+        current.announcement_up += messages.size_of(answers[0].content)
+        current.announcement_down += messages.size_of(ask.content)
         return messages.bytes_of(answers[0].content, LOCATIONS)
 
-    def _open(self, now: _Round, message: Message) -> _Accepted:
-        """What a reply holds; anything but an update of this model in this round raises."""
+    def _open(self, current: _Round, message: Message) -> _Accepted:
+        """Decode a reply; raise unless it holds an update of this model in this round."""
         data = messages.bytes_of(message.content, UPDATE)
         if data is None:
             raise InputError('it holds no update of gradveil; put defense_mod(..., send="wire") into the client app')
-        beside = sorted({*message.content.array_records, now.key} & set(message.content) - {UPDATE})
-        if beside:
-            raise InputError(f"it holds arrays, or what could be taken for them, beside the update: {beside}")
-        update = now.server.read(data)
-        moved = moved_arrays(now.arrays, update, self.lr)
+        extra = sorted({*message.content.array_records, current.key} & set(message.content) - {UPDATE})
+        if extra:
+            raise InputError(f"it holds arrays, or what could be taken for them, besides the update: {extra}")
+        update = current.server.read(data)
+        moved = moved_arrays(current.arrays, update, self.lr)
         return _Accepted(message, messages.size_of(message.content), update, self._weight(message), moved)
 
-    def _evaluation(self, message: Message) -> Message:
-        """Look at a reply to an evaluate message, of which only the metrics are used."""
+    def _check_evaluation(self, message: Message) -> Message:
+        """Check a reply to an evaluate message, of which only the metrics are used."""
         if found := sorted(message.content.array_records):
-            raise InputError(f"expected metrics alone in an evaluation, got also the arrays {found}")
+            raise InputError(f"expected only metrics in an evaluation, got also the arrays {found}")
         self._weight(message)
         return message
 
@@ -269,13 +271,13 @@ class GradveilStrategy(Strategy):
         logger.warning("gradveil: refused: %s", fault)
 
 
-def _heard(
+def _collect(
     replies: Replies[T], asked: Sequence[Message], arrived: Iterable[Message], read: Callable[[Message], T]
 ) -> dict[int, T]:
-    """What `read` makes of the replies that can be used, by node, in the order in which the nodes were asked."""
+    """What `read` returns for each usable reply, by node, in the order in which the nodes were asked."""
     node_of = {message.metadata.message_id: message.metadata.dst_node_id for message in asked}
     for message in arrived:
-        # The error for a dead node comes from the SuperLink, so it is the question that tells whose it is.
+        # The error for a dead node comes from the SuperLink, so the request tells which node it is about.
         source, node = message.metadata.src_node_id, node_of.get(message.metadata.reply_to_message_id)
         if node is None:
             replies.refuse_stranger(source, "it answers no message of this round")
@@ -293,8 +295,8 @@ def _error_of(message: Message) -> Refused | None:
     if not message.has_error():
         return None
     code, reason = message.error.code, message.error.reason or ""
-    told = NOT_FINITE if NotFiniteError.__name__ in reason else FAILED
-    return Refused(MISSING if code == ErrorCode.NODE_UNAVAILABLE else told, f"error {code}: {reason}")
+    reported = NOT_FINITE if NotFiniteError.__name__ in reason else FAILED
+    return Refused(MISSING if code == ErrorCode.NODE_UNAVAILABLE else reported, f"error {code}: {reason}")
 
 
 def _is_finite(record: ArrayRecord) -> bool:
