@@ -69,7 +69,8 @@ def test_an_audit_that_only_began_raises_none(good):
 
 
 @pytest.mark.parametrize(
-    ("leaks", "words"), [(0, "No attack recovers undefended data here"), (3, "undefended it recovers only 3 of 8")]
+    ("leaks", "words"),
+    [(0, "No attack recovers undefended data here"), (3, "without a defense it recovers only 3 of 8")],
 )
 def test_an_attack_that_fails_undefended(good, leaks, words):
     for row in good.rows("none"):
@@ -159,7 +160,7 @@ def test_an_attack_that_does_better_under_a_defense_than_without(good):
     for row in good.rows("top-k"):
         row["psnr"] += 20
     assert names(good) == ["stronger-does-worse"]
-    assert "`idlg` recovers more under `top-k:keep=0.2` than undefended" in text_of(good, "stronger-does-worse")
+    assert "`idlg` recovers more under `top-k:keep=0.2` than without a defense" in text_of(good, "stronger-does-worse")
 
 
 # -- defense-changed-nothing -----------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ def test_a_defense_that_changes_nothing(good):
     for row in good.rows("top-k"):
         row["power"] = 1e-14
     assert names(good) == ["defense-changed-nothing"]
-    assert text_of(good, "defense-changed-nothing") == "`top-k:keep=0.2` left the updates as they were."
+    assert text_of(good, "defense-changed-nothing") == "`top-k:keep=0.2` left the updates unchanged."
 
 
 def test_a_defense_that_acts_on_some_victims_or_changes_the_model_raises_nothing(good):
@@ -208,7 +209,7 @@ def test_one_victim_of_eight_or_no_lpips_raises_nothing(good):
 def test_too_few_victims(make_audit):
     made = make_audit(defenses=[NONE, NOISE], attacks=[IDLG], victims=5)
     assert "few-victims" in names(made)
-    assert "None of 5 recovered still allows that 45 % are" in text_of(made, "few-victims")
+    assert "Even if none of 5 is recovered, the true share may be as high as 45 %" in text_of(made, "few-victims")
 
 
 def test_victims_that_are_not_finished_do_not_count(good):
@@ -229,7 +230,9 @@ def test_a_model_near_chance(good):
 def test_a_model_that_was_still_learning(good):
     good.utility[1]["history"] = [0.1 * step for step in range(10)]
     assert names(good) == ["training-too-short"]
-    assert "`gaussian-noise:std=0.1` were still learning: up to 20.0 points" in text_of(good, "training-too-short")
+    assert "`gaussian-noise:std=0.1` were still learning: they gained up to 20.0 points" in text_of(
+        good, "training-too-short"
+    )
 
 
 def test_a_flat_curve_that_jumps_was_not_still_learning(good):

@@ -67,7 +67,7 @@ def test_a_cost_that_was_not_measured_is_said(make_audit):
 def test_a_defense_that_does_not_help(make_audit):
     made = make_audit(defenses=[NONE, TOP_K])
     assert headline(made)[1] == (
-        "`top-k:keep=0.2` does not help: as large a share of the images is recovered as without a defense."
+        "`top-k:keep=0.2` does not help: at least as large a share of the images is recovered as without a defense."
     )
 
 
@@ -95,7 +95,7 @@ def test_without_a_working_attack_nothing_follows(make_audit):
     assert len(verdict.headline) == 1
     assert verdict.headline[0].outcome is Outcome.UNKNOWN
     assert "`idlg` recovers none of 4 images" in verdict.headline[0].text
-    assert "nothing about the defenses follows from this audit" in flagged(made)
+    assert "this audit says nothing about the defenses" in flagged(made)
     assert "stops" not in " ".join(verdict.lines())
 
 
@@ -109,7 +109,7 @@ def test_an_attack_that_fails_undefended_proves_nothing(make_audit):
 def test_a_weak_attack_is_called_weak(make_audit):
     made = make_audit(defenses=[NONE, NOISE])
     set_leaks(made.rows("none", "inverting-gradients"), 1)
-    assert "`inverting-gradients` is weak here: undefended it recovers only 1 of 4" in flagged(made)
+    assert "`inverting-gradients` is weak here: without a defense it recovers only 1 of 4" in flagged(made)
 
 
 def test_a_leak_by_an_attack_that_fails_undefended_still_counts(make_audit):
@@ -121,8 +121,8 @@ def test_a_leak_by_an_attack_that_fails_undefended_still_counts(make_audit):
 
 def test_without_an_undefended_run_nothing_follows(make_audit):
     made = make_audit(defenses=[NOISE])
-    assert headline(made) == ["Nothing was attacked without a defense (`none`)."]
-    assert "nothing about the defenses follows: add `--defense none`" in flagged(made)
+    assert headline(made) == ["No attack was run without a defense (`none`)."]
+    assert "this audit says nothing about the defenses: add `--defense none`" in flagged(made)
 
 
 def test_no_defense_but_none_is_a_report_too(make_audit):
@@ -135,7 +135,7 @@ def test_an_unfinished_defense_is_not_judged(make_audit):
     made = make_audit(defenses=[NONE, NOISE, TOP_K])
     for row in made.rows("gaussian-noise", "idlg")[1:]:
         made.results.remove(row)
-    assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: attacks are missing."
+    assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: some attacks have not finished."
     words = caveats(made)
     assert "not complete: 3 of 24 attack runs are missing" in words
     assert f"`gradveil audit --resume --out {made.folder}` runs what is missing" in words
@@ -160,7 +160,7 @@ def test_undefended_not_finished_yet(make_audit):
     for row in made.rows("none"):
         made.results.remove(row)
     assert headline(made) == ["The attacks without a defense have not finished yet."]
-    assert "nothing about the defenses follows" in flagged(made)
+    assert "this audit says nothing about the defenses" in flagged(made)
 
 
 def test_a_blind_guess_that_reaches_the_threshold_is_said(make_audit):
@@ -204,7 +204,7 @@ def test_attackers_that_were_not_adapted_are_said_only_where_a_defense_stops_the
     assert "`gaussian-noise:std=0.1`: no attack that works here was adapted to the defense" in caveats(made)
     adapted(made, "gaussian-noise")
     assert "was adapted to the defense" not in caveats(made)
-    assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops both attacks, even adapted to it; ")
+    assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops both attacks, even when adapted to it; ")
     assert "was adapted to the defense" not in caveats(make_audit(defenses=[NONE, TOP_K]))
 
 
@@ -214,8 +214,8 @@ def test_of_the_attacks_that_a_defense_stops_those_that_were_adapted_are_named(m
     idlg, inverting = made.config["attacks"]
     made.results = [row for row in made.results if not (row["adaptive"] and row["attack_spec"] == inverting)]
     made.config["adapted"] = [["gaussian-noise:std=0.1", idlg]]
-    assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops both attacks, `idlg` even adapted to it; ")
-    assert "`gaussian-noise:std=0.1`: of the attacks only `idlg` was adapted to the defense" in caveats(made)
+    assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops both attacks, `idlg` even when adapted to it; ")
+    assert "`gaussian-noise:std=0.1`: only `idlg` was adapted to the defense" in caveats(made)
     # The one that adapts finds nothing undefended: that it finds nothing here either shows nothing.
     set_leaks(made.rows("none", "idlg"), 0)
     assert headline(made)[1].startswith("`gaussian-noise:std=0.1` stops `inverting-gradients`; ")
@@ -246,17 +246,17 @@ def test_a_defense_is_not_judged_before_the_adaptive_attackers_are_done(make_aud
     made = make_audit(defenses=[NONE, NOISE])
     adapted(made, "gaussian-noise")
     made.results.pop()
-    assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: attacks are missing."
+    assert headline(made)[-1] == "`gaussian-noise:std=0.1` is not judged yet: some attacks have not finished."
     assert "1 of 24 attack runs are missing" in caveats(made)
 
 
 def test_among_many_that_stop_those_that_met_adaptive_attackers_are_named(make_audit):
     made = make_audit(defenses=[NONE, *(("gaussian-noise", {"std": std}, 0.9) for std in (1, 2, 3, 4))], victims=6)
     adapted(made, "gaussian-noise")
-    assert "stop both attacks, even adapted to them; of these" in headline(made)[1]
+    assert "stop both attacks, even when adapted to them; of these" in headline(made)[1]
     made.results = [row for row in made.results if not (row["adaptive"] and row["defense_params"]["std"] > 1)]
     made.config["adapted"] = made.config["adapted"][:2]
-    assert "stop both attacks, `gaussian-noise:std=1` even adapted ones; of these" in headline(made)[1]
+    assert "stop both attacks (`gaussian-noise:std=1` even when adapted); of these" in headline(made)[1]
 
 
 def test_a_torn_file_is_said(make_audit):
@@ -339,9 +339,9 @@ def test_a_defense_stops_only_what_works_well_enough_without_it(make_audit, leak
         assert sentence.startswith("`gaussian-noise:std=0.1` stops both attacks")
     else:
         assert sentence.startswith(
-            "`gaussian-noise:std=0.1`: not shown. Nothing is recovered, but without a defense it"
+            "`gaussian-noise:std=0.1`: protection is not shown. Nothing is recovered, but even without a defense the"
         )
-        assert f"is only {leaking} of 8 images, and 5 are needed to tell a defense from luck" in sentence
+        assert f"recovers only {leaking} of 8 images, and 5 are needed to tell protection from luck" in sentence
         assert "stops" not in " ".join(headline(made))
 
 
@@ -356,7 +356,7 @@ def test_the_generic_adaptive_attacker_is_called_that(make_audit):
     made = make_audit(defenses=[NONE, NOISE], victims=6)
     adapted(made, "gaussian-noise")
     made.config["generic"] = ["gaussian-noise:std=0.1"]
-    assert "even adapted" not in headline(made)[1]
+    assert "even when adapted" not in headline(made)[1]
     words = caveats(made)
-    assert "`gaussian-noise:std=0.1`: only the generic adaptive attacker was tried" in words
+    assert "`gaussian-noise:std=0.1`: of adaptive attackers, only the generic one was tried" in words
     assert "no attack that works here was adapted" not in words

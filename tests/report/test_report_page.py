@@ -165,7 +165,7 @@ def test_a_leak_is_marked_by_more_than_colour(make_audit):
 
 def test_only_the_first_victims_are_shown_and_that_is_said(make_audit):
     page = page_of(make_audit(victims=15))
-    assert "Shown are the first 12 of 15 victims" in page.text
+    assert "Only the first 12 of 15 victims are shown" in page.text
     assert "15 of 15" in page.text
 
 
@@ -267,7 +267,7 @@ def test_every_defense_has_a_point_in_both_charts(make_audit):
 def test_a_defense_without_cost_is_named_below_the_chart(make_audit):
     made = make_audit()
     made.utility = [row for row in made.utility if row["defense"] != "top-k"]
-    assert re.search(r"Not shown, since an attack or the training is missing: top-k:keep=0.2 ?\.", page_of(made).text)
+    assert re.search(r"Not shown, because an attack or the training is missing: top-k:keep=0.2 ?\.", page_of(made).text)
 
 
 def test_an_audit_that_only_began_has_a_page(make_audit):

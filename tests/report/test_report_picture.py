@@ -5,7 +5,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from gradveil.core.errors import DataError
-from gradveil.report._picture import LEAK, MOST_VICTIMS, WIDTH, overview
+from gradveil.report._picture import LEAK, MAX_VICTIMS, WIDTH, overview
 from gradveil.report.read import read
 
 
@@ -64,7 +64,7 @@ def test_the_sheet_grows_with_the_defenses_and_keeps_its_width(make_audit, many_
     assert six.width <= WIDTH
     assert twenty.width <= WIDTH
     assert twenty.height > 2.5 * six.height
-    assert MOST_VICTIMS < 20
+    assert MAX_VICTIMS < 20
 
 
 def test_long_labels_do_not_push_the_images_out(make_audit):
