@@ -1,4 +1,4 @@
-"""A report on something that is no image: numbers of one's own, scored by a distance of which less is closer."""
+"""A report on inputs that are not images: meter readings, scored by a distance of which lower is closer."""
 
 import html
 import io
@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture
 def meters(monkeypatch):
-    """A modality and its metric, registered for the time of a test."""
+    """A modality and its metric, registered for the duration of a test."""
     monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     monkeypatch.setattr(METRICS, "_metrics", dict(METRICS._metrics))
 
