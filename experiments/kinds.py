@@ -31,7 +31,7 @@ load = cache(data.load)
 
 @dataclass(frozen=True)
 class Session:
-    """The surroundings in which a case runs.
+    """Where a case keeps its files and how it reports progress.
 
     Args:
         folder: the folder of the results.

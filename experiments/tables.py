@@ -71,8 +71,10 @@ def select_rows(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[View]
     """The rows whose fields match the patterns of `where`, grouped by the text `together`."""
     selected = list(rows.values())
     for key, patterns in spec["where"].items():
-        wanted = patterns if isinstance(patterns, list) else [patterns]
-        selected = [row for row in selected if any(fnmatchcase(str(row.get(key)), str(one)) for one in wanted)]
+        alternatives = patterns if isinstance(patterns, list) else [patterns]
+        selected = [
+            row for row in selected if any(fnmatchcase(str(row.get(key)), str(pattern)) for pattern in alternatives)
+        ]
     order: dict[str, int] = {}
     return sorted(selected, key=lambda row: order.setdefault(spec.get("together", "").format_map(row), len(order)))
 
