@@ -1,9 +1,9 @@
-"""What closed-form attacks cost, against one plain gradient of the same model and batch, measured in the same run.
+"""What closed-form attacks cost, relative to one plain gradient of the same model and batch, measured in the same run.
 
 Usage: python benchmarks/analytic_attacks.py [--only r-gap robbing-the-fed loki]
 
-The yardstick is what the victim itself pays: one `Task.gradients` of its batch, on the model that it was sent. Seconds
-are the shortest of several runs on one thread; on a shared machine only the ratios mean something.
+The yardstick is the victim's own cost: one `Task.gradients` of its batch, on the model that it received. Seconds are
+the shortest of several runs on one thread; on a shared machine, only the ratios are meaningful.
 """
 
 import argparse
@@ -22,7 +22,7 @@ SHAPE = (3, 32, 32)
 
 
 def seconds(work: Callable[[], object], repeats: int = 3) -> float:
-    """The shortest of several runs, after one to warm up."""
+    """The shortest of several runs, after a warm-up run."""
     work()
     times = []
     for _ in range(repeats):
@@ -33,16 +33,20 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> float:
 
 
 def pictures(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Noise of a random brightness; what an image shows does not matter for the time."""
+    """Noise with random brightness; the content of an image does not affect the time."""
     generator = torch.Generator().manual_seed(seed)
     brightness = torch.rand(count, 1, 1, 1, generator=generator)
     images = (brightness + 0.2 * torch.randn(count, *SHAPE, generator=generator)).clamp(0, 1)
     return images, torch.randint(0, 10, (count,), generator=generator)
 
 
-def say(what: str, victims: int, taken: float, yardstick: float) -> None:
-    each = taken / victims
-    print(f"{what:44} {each:9.4f} s a victim, gradient {yardstick:8.4f} s, ratio {each / yardstick:8.2f}", flush=True)
+def print_row(description: str, victims: int, taken: float, yardstick: float) -> None:
+    per_victim = taken / victims
+    print(
+        f"{description:44} {per_victim:9.4f} s per victim, gradient {yardstick:8.4f} s, "
+        f"ratio {per_victim / yardstick:8.2f}",
+        flush=True,
+    )
 
 
 def r_gap(name: str, logits: int, at_once: int) -> None:
@@ -55,7 +59,7 @@ def r_gap(name: str, logits: int, at_once: int) -> None:
     updates = [Update(task.gradients(images[i : i + 1], labels[i : i + 1])) for i in range(at_once)]
     attack = gradveil.attack("r-gap")
     taken = seconds(lambda: attack.reconstruct(task, updates, ThreatModel()), 1)
-    say(f"r-gap, {name}, {logits} logits, {at_once} at once", at_once, taken, yardstick)
+    print_row(f"r-gap, {name}, {logits} logits, {at_once} at once", at_once, taken, yardstick)
 
 
 def robbing(name: str, size: int, bins: int) -> None:
@@ -68,8 +72,8 @@ def robbing(name: str, size: int, bins: int) -> None:
     update = Update(sent.gradients(*batch))
     threat = ThreatModel(server="active", batch_size=size)
     taken = seconds(lambda: attack.reconstruct(sent, update, threat), 2)
-    say(f"robbing-the-fed, {name}, batch {size}, {bins} bins", 1, taken, yardstick)
-    print(f"    what the block costs the client: {yardstick / plain:.2f} times its gradient without it")
+    print_row(f"robbing-the-fed, {name}, batch {size}, {bins} bins", 1, taken, yardstick)
+    print(f"    cost of the block for the client: {yardstick / plain:.2f} times its gradient without it")
 
 
 def loki(clients: int, size: int, bins: int) -> None:
@@ -84,7 +88,7 @@ def loki(clients: int, size: int, bins: int) -> None:
         total = {name: value + total.get(name, 0) for name, value in gradients.items()}
     update, threat = Update(total, Meta()), ThreatModel(server="active", batch_size=clients * size)
     taken = seconds(lambda: attack.reconstruct(sent, update, threat), 1)
-    say(f"loki, lenet, {clients} clients of {size}, {bins} bins", clients, taken, yardstick)
+    print_row(f"loki, lenet, {clients} clients of {size}, {bins} bins", clients, taken, yardstick)
 
 
 def main() -> None:

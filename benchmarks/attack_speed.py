@@ -1,10 +1,10 @@
-"""Speed of the attack engine against a plain eager attack on one victim at a time, measured in the same run.
+"""Speed of the attack engine relative to a plain eager attack on one victim at a time, measured in the same run.
 
     python benchmarks/attack_speed.py [--models lenet convnet resnet18] [--no-compile] [--growth]
 
 The yardstick is what public code does: autograd with create_graph, the cosine over all layers, one signed Adam step,
-victim after victim. Both sides run with one and with all threads and count with their better figure. Ratios are the
-result; absolute times on shared machines are not.
+one victim after another. Both sides run with one thread and with all threads, and the better figure of each counts.
+Only the ratios are meaningful on a shared machine.
 """
 
 import argparse
@@ -64,10 +64,10 @@ def engine_attack(task: gradveil.Task, targets: dict[str, Tensor], labels: Tenso
 
 
 def rate(work: object, victims: int, steps: int, evaluations: int, repeats: int = 3) -> float:
-    """Victim-iterations a second, the best of several runs after a first one that warms up.
+    """Victim-iterations per second, the best of several runs after a warm-up run.
 
-    The engine scores its last candidates by one evaluation more; in runs of hundreds of steps that is nothing, here it
-    is counted as what it is.
+    The engine scores its last candidates with one extra evaluation, which is counted here; in runs of hundreds of steps
+    it is negligible.
     """
     best = 0.0
     for number in range(repeats + 1):
@@ -85,19 +85,19 @@ def measure(name: str, compile_too: bool, victims: int | None = None, quiet: boo
     figures: dict[str, float] = {}
     for threads in sorted({1, os.cpu_count() or 1}):
         torch.set_num_threads(threads)
-        works = {"plain": lambda n: plain_attack(model, start, targets, labels, n)}
-        last = threads == (os.cpu_count() or 1)  # compiling takes minutes: once, for all threads
+        runs = {"plain": lambda n: plain_attack(model, start, targets, labels, n)}
+        last = threads == (os.cpu_count() or 1)  # compiling takes minutes, so it is done once, with all threads
         compiled = ("compile" if name == "lenet" else "compile-loop",) if compile_too and last else ()
         for execution in ("loop", "batch", *compiled):
             objective = engine_attack(task, targets, labels, execution)
             if execution in compiled:
-                began = time.perf_counter()
+                started = time.perf_counter()
                 objective(start, torch.arange(victims))
-                print(f"{name}: compiled for {threads} threads in {time.perf_counter() - began:.0f} s", flush=True)
-            works[execution] = lambda n, o=objective: Adam(0.02, signed=True).minimise(
+                print(f"{name}: compiled for {threads} threads in {time.perf_counter() - started:.0f} s", flush=True)
+            runs[execution] = lambda n, o=objective: Adam(0.02, signed=True).minimise(
                 o, start, iterations=n, project=IMAGE.project
             )
-        for kind, work in works.items():
+        for kind, work in runs.items():
             evaluations = steps if kind == "plain" else steps + 1
             figures[kind] = max(figures.get(kind, 0.0), rate(work, victims, steps, evaluations))
     if not quiet:
@@ -116,7 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", default=list(VICTIMS), choices=list(VICTIMS))
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--growth", action="store_true", help="cost a victim for 1 to 64 victims on lenet")
+    parser.add_argument(
+        "--growth", action="store_true", help="also measure the cost per victim for 1 to 64 victims on lenet"
+    )
     arguments = parser.parse_args()
     for name in arguments.models:
         measure(name, not arguments.no_compile)
@@ -124,8 +126,8 @@ def main() -> None:
         for victims in (1, 4, 16, 64):
             figures = measure("lenet", False, victims, quiet=True)
             best = max(figures["loop"], figures["batch"])
-            words = f"{1000 / best:.2f} ms a victim-iteration, {best / figures['plain']:.2f} x plain"
-            print(f"lenet {victims:3} victims: {words}", flush=True)
+            text = f"{1000 / best:.2f} ms per victim-iteration, {best / figures['plain']:.2f} x plain"
+            print(f"lenet {victims:3} victims: {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     GRADVEIL_DATA=/path/to/data python benchmarks/communication.py [--models lenet ...] [--json]
 
 Ten clients take one gradient each on 32 CIFAR-10 images, send it, and get the aggregate back. Up is the mean length of
-an encoded update, down that of the encoded aggregate; where a location set is published, its bytes count too: up for
-the one client that publishes it, down for the others. The form is that of table 3 of Xue et al., AAAI 2024, whose
+an encoded update, down that of the encoded aggregate. If a location set is published, its bytes count too: up for the
+one client that publishes it, down for the others. The table has the form of table 3 of Xue et al., AAAI 2024, whose
 figures are 61 % of dense for dual pruning and 32 % for aligned dual pruning. Goals: at most 63 % and 35 %.
 """
 
@@ -27,7 +27,7 @@ CLIENTS, IMAGES = 10, 32
 def round_bytes(
     task: gradveil.Task, batches: list[tuple[torch.Tensor, torch.Tensor]], spec: str
 ) -> tuple[float, float]:
-    """Mean bytes up and down a client in one round."""
+    """Mean bytes that one client sends and receives in a round."""
     defense = gradveil.defense(spec)
     generators = [derived_generator(0, "client", client) for client in range(CLIENTS)]
     public = defense.announce(task, *batches[0], generator=generators[0])
@@ -49,7 +49,7 @@ def round_bytes(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=MODELS)
-    parser.add_argument("--json", action="store_true", help="one line a row, for a program")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line, for programs")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dataset = data.load("cifar10")

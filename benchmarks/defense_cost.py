@@ -1,16 +1,16 @@
-"""What a defense costs a client in time, against drawing as many normal numbers.
+"""The time that a defense costs a client, relative to drawing as many normal numbers.
 
 Usage: python benchmarks/defense_cost.py [--spec SPEC]... [--scaling | --draws]
 
 The gradient has the shapes of resnet18's parameters, 11 million values, and the yardstick is one `torch.randn_like` of
-every layer, measured in the same run: absolute times mean little on a shared machine. Each defense is timed as a
-simulation runs it, with a seeded generator, and as a client in use does, with draws from a cryptographic stream. Goals:
-seeded, dual-pruning, top-k and gradient-dropout at most 4, error feedback at most 2 more than what it wraps.
+every layer, measured in the same run, because absolute times mean little on a shared machine. Each defense is timed
+with a seeded generator, as in simulations, and with draws from a cryptographic stream, as in real clients. Goals when
+seeded: dual-pruning, top-k and gradient-dropout at most 4, error feedback at most 2 more than what it wraps.
 
-With --draws: what random numbers cost. Goals: a cryptographic normal draw at most 4 times `torch.normal_`; noise on the
-grid at most 12 times, and less than one gradient of resnet18 on 16 images; the memory that noise takes beside its
-result at most a few MiB. With --scaling the defenses run on one layer of 1e5 to 1e8 values; a linear method keeps its
-time a value.
+--draws measures what random numbers cost. Goals: a cryptographic normal draw at most 4 times `torch.normal_`; noise on
+the grid at most 12 times, and less than one gradient of resnet18 on 16 images; the memory that noise takes in addition
+to its result at most a few MiB. With --scaling, the defenses run on one layer of 1e5 to 1e8 values; the time per value
+of a linear method stays constant.
 """
 
 import argparse
@@ -38,7 +38,7 @@ IMAGES = 16
 
 
 def seconds(work: Callable[[], object], repeats: int) -> float:
-    """The shortest of several runs, after one to warm up."""
+    """The shortest of several runs, after a warm-up run."""
     work()
     times = []
     for _ in range(repeats):
@@ -67,7 +67,7 @@ def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 def table(specs: list[str]) -> None:
     _, gradients = resnet()
-    print(f"{'defense':32} {'seeded s':>9} {'x randn':>8} {'goal':>6} {'in use s':>9} {'x randn':>8}")
+    print(f"{'defense':32} {'seeded s':>9} {'x randn':>8} {'goal':>6} {'secure s':>9} {'x randn':>8}")
     ratios: dict[str, float] = {}
     for spec in specs:
         taken, yardstick = cost(gradients, spec, seeded=True)
@@ -75,10 +75,10 @@ def table(specs: list[str]) -> None:
         goal = GOALS.get(spec)
         if spec.endswith("+error-feedback") and spec.removesuffix("+error-feedback") in ratios:
             goal = ratios[spec.removesuffix("+error-feedback")] + 2
-        used, used_yardstick = cost(gradients, spec, seeded=False)
+        secure, secure_yardstick = cost(gradients, spec, seeded=False)
         print(
             f"{spec:32} {taken:9.3f} {ratios[spec]:8.2f} {'' if goal is None else f'{goal:.2f}':>6} "
-            f"{used:9.3f} {used / used_yardstick:8.2f}"
+            f"{secure:9.3f} {secure / secure_yardstick:8.2f}"
         )
 
 
@@ -112,7 +112,7 @@ def draws() -> None:
 
 
 def scaling(specs: list[str]) -> None:
-    print(f"{'defense':32} {'values':>12} {'ns a value':>11} {'x randn':>8}")
+    print(f"{'defense':32} {'values':>12} {'ns/value':>11} {'x randn':>8}")
     for spec in specs:
         for size in (10**5, 10**6, 10**7, 10**8):
             gradients = {"layer": torch.randn(size, generator=torch.Generator().manual_seed(1))}
@@ -122,9 +122,9 @@ def scaling(specs: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--spec", action="append", help="a defense as the command line takes it; may be repeated")
-    parser.add_argument("--scaling", action="store_true", help="growth from 1e5 to 1e8 values")
-    parser.add_argument("--draws", action="store_true", help="what random numbers cost")
+    parser.add_argument("--spec", action="append", help="spec of a defense; may be repeated")
+    parser.add_argument("--scaling", action="store_true", help="measure the growth from 1e5 to 1e8 values")
+    parser.add_argument("--draws", action="store_true", help="measure what random numbers cost")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.draws:

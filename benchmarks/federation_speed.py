@@ -1,21 +1,21 @@
-"""Rounds per second of the local engine, against a plain loop over clients and against Flower's simulation.
+"""Rounds per second of the local engine, compared with a plain loop over clients and with Flower's simulation.
 
 Usage: python benchmarks/federation_speed.py [speed] [flower] [growth] [defenses] [where] [chunks] [--threads N] ...
 
-speed     lenet on MNIST, 100 clients, batch 1 and 16: the engine, batched (with --compile also compiled), against its
-          own execution="loop" and against a hand-written loop of torch.autograd over clients, without gradveil.
-          Goals: 3 times that plain loop at batch 1, 2.5 times at batch 16. One pass is the same hand-written round with
-          one gradient over all images at once, and none of any client: what not looping alone would bring.
+speed     lenet on MNIST, 100 clients, batch 1 and 16: the batched engine (with --compile also compiled), compared with
+          its own execution="loop" and with a hand-written loop of torch.autograd over clients, without gradveil.
+          Goals: 3 times that plain loop at batch 1, 2.5 times at batch 16. "One pass" is the same hand-written round
+          with a single gradient over all images and none per client: the gain from merely not looping.
 flower    the same job at batch 16 on Flower's simulation with two actors and with its default. Goal: 15 times.
-growth    10 to 2,000 clients a round at batch 4: seconds of a round for each client; flat is linear growth.
+growth    10 to 2,000 clients per round at batch 4: seconds of a round per client; a constant means linear growth.
 defenses  what each defense adds to a round, as a share of it; the papers claim less than 10 %.
-where     loop against batch for several networks and batch sizes: what clients.LARGEST_BATCHED_STEP should be.
-chunks    clients worked on at once, by what flows through them: what clients.CACHE_BYTES should be.
+where     loop against batch for several networks and batch sizes, to choose clients.LARGEST_BATCHED_STEP.
+chunks    the number of clients processed at once, by the size of their data, to choose clients.CACHE_BYTES.
 
-Without a name, all but flower, where and chunks run. A rate is taken from the times at which rounds ended, so
-encoding, the training loss and all other work between rounds counts; the first round warms up and does not. Each figure
-is the best of several parts of the run, in `speed` of several turns: other processes can only slow it down. Nothing is
-worth much unless the machine is idle.
+Without a name, speed, growth and defenses run. A rate is computed from the times at which rounds ended, so it includes
+encoding, the training loss and all other work between rounds, but not the first round, which is a warm-up. Each figure
+is the best of several parts of the run (in `speed`, of several turns), because other processes can only slow it down.
+The figures mean little unless the machine is idle.
 """
 
 import argparse
@@ -49,13 +49,13 @@ def build(dataset: Dataset, name: str = "lenet") -> gradveil.Task:
     return gradveil.Task(model, input_shape=shape, classes=classes)
 
 
-def seconds_a_round(run: Callable[[Callable[[int, int], None]], object], parts: int = 3) -> float:
-    """The fastest of several stretches of rounds after the first, by the times at which rounds ended."""
+def seconds_per_round(run: Callable[[Callable[[int, int], None]], object], parts: int = 3) -> float:
+    """The fastest of several stretches of rounds, not counting the first round, by the times at which rounds ended."""
     ends: list[float] = []
     run(lambda _done, _total: ends.append(time.perf_counter()))
     rounds = len(ends) - 1
     if rounds < 1:
-        raise SystemExit("at least two rounds are needed: one warms up")
+        raise SystemExit("at least two rounds are needed: the first is a warm-up")
     length = max(1, rounds // parts)
     return min((ends[at + length] - ends[at]) / length for at in range(0, rounds - length + 1, length))
 
@@ -64,21 +64,22 @@ def engine(
     task: gradveil.Task, dataset: Dataset, training: Training, spec: str = "none", execution: str = "auto"
 ) -> Any:
     defense = gradveil.defense(spec)
-    return seconds_a_round(lambda tick: train(task, dataset, defense, training, progress=tick, execution=execution))
+    return seconds_per_round(lambda tick: train(task, dataset, defense, training, progress=tick, execution=execution))
 
 
 def plain_loop(
     dataset: Dataset, training: Training, tick: Callable[[int, int], None], *, one_pass: bool = False
 ) -> None:
-    """What anybody would write: for every client a backward pass, then the mean and a momentum step.
+    """The obvious loop: a backward pass for every client, then the mean and a momentum step.
 
-    With `one_pass`, a single backward pass for the images of all clients: the same step, but no client's own update.
+    With `one_pass`, there is a single backward pass for the images of all clients: the same step, but without updates
+    of the individual clients.
     """
     task = build(dataset)
     model = task.copy_model()
     parameters = list(model.parameters())
     job = Job.prepare(task, dataset, gradveil.defense("none"), training)
-    velocity = [torch.zeros_like(value) for value in parameters]
+    velocities = [torch.zeros_like(value) for value in parameters]
     for number in range(training.rounds):
         clients = choose_clients(training, number)
         mean: list[Tensor] = [torch.zeros_like(value) for value in parameters]
@@ -90,20 +91,20 @@ def plain_loop(
             for total, gradient in zip(mean, gradients, strict=True):
                 total += gradient / len(groups)
         with torch.no_grad():
-            for parameter, speed, gradient in zip(parameters, velocity, mean, strict=True):
-                speed.mul_(training.momentum).add_(gradient)
-                parameter -= training.lr * speed
+            for parameter, velocity, gradient in zip(parameters, velocities, mean, strict=True):
+                velocity.mul_(training.momentum).add_(gradient)
+                parameter -= training.lr * velocity
         tick(number + 1, training.rounds)
 
 
 def speed(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
     task = build(dataset)
-    print(f"{'batch':>5} {'how':16} {'s a round':>10} {'rounds/s':>9} {'x loop':>7} {'x plain':>8} {'goal':>5}")
+    print(f"{'batch':>5} {'program':16} {'s/round':>10} {'rounds/s':>9} {'x loop':>7} {'x plain':>8} {'goal':>5}")
     for batch_size, goal in GOALS.items():
         training = Training(rounds=rounds, clients=clients, batch_size=batch_size)
         contenders: dict[str, Callable[[], float]] = {
-            "plain loop": lambda training=training: seconds_a_round(lambda tick: plain_loop(dataset, training, tick)),
-            "one pass": lambda training=training: seconds_a_round(
+            "plain loop": lambda training=training: seconds_per_round(lambda tick: plain_loop(dataset, training, tick)),
+            "one pass": lambda training=training: seconds_per_round(
                 lambda tick: plain_loop(dataset, training, tick, one_pass=True)
             ),
         }
@@ -112,13 +113,15 @@ def speed(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
                 task, dataset, training, execution=how
             )
         times = dict.fromkeys(contenders, math.inf)
-        for _ in range(TURNS):  # in turn, so that a slow minute of the machine hits all alike
+        for _ in range(TURNS):  # taking turns, so that a slow minute of the machine affects all alike
             for how, measure in contenders.items():
                 times[how] = min(times[how], measure())
         for how, taken in times.items():
             of_loop, of_plain = times["engine, loop"] / taken, times["plain loop"] / taken
-            wanted = goal if how in ("engine, batch", "engine, compile") else ""
-            print(f"{batch_size:5} {how:16} {taken:10.4f} {1 / taken:9.2f} {of_loop:7.2f} {of_plain:8.2f} {wanted:>5}")
+            shown_goal = goal if how in ("engine, batch", "engine, compile") else ""
+            print(
+                f"{batch_size:5} {how:16} {taken:10.4f} {1 / taken:9.2f} {of_loop:7.2f} {of_plain:8.2f} {shown_goal:>5}"
+            )
 
 
 def flower(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
@@ -128,7 +131,7 @@ def flower(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
     training = Training(rounds=rounds, clients=clients, batch_size=16)
     execution = "compile" if compiled else "batch"
     ours = engine(task, dataset, training, execution=execution)
-    print(f"{'batch 16':26} {'s a round':>10} {'x':>7} {'goal':>5}")
+    print(f"{'batch 16':26} {'s/round':>10} {'x':>7} {'goal':>5}")
     print(f"{f'engine, {execution}':26} {ours:10.4f} {1:7.2f}")
     for actors in (2, None):
 
@@ -138,14 +141,14 @@ def flower(dataset: Dataset, rounds: int, clients: int, compiled: bool) -> None:
 
             return simulate(task, dataset, defense, training, actors=actors, watch=watch)
 
-        theirs = seconds_a_round(run)
+        theirs = seconds_per_round(run)
         how = f"Flower, {'default' if actors is None else f'{actors} actors'}"
         print(f"{how:26} {theirs:10.4f} {theirs / ours:7.2f} {GOAL_FLOWER:5}")
 
 
 def growth(dataset: Dataset, rounds: int, most: int) -> None:
     task = build(dataset)
-    print(f"{'clients':>7} {'s a round':>10} {'ms a client':>12}")
+    print(f"{'clients':>7} {'s/round':>10} {'ms/client':>12}")
     for clients in (10, 50, 200, 1000, 2000):
         if clients <= most:
             taken = engine(
@@ -159,10 +162,10 @@ def growth(dataset: Dataset, rounds: int, most: int) -> None:
 
 
 def defenses(dataset: Dataset, rounds: int, clients: int) -> None:
-    """Shares of the round's own clock (gradients, defense, aggregation); prepare is not part of a round."""
+    """Shares of the measured time of a round (gradients, defense, aggregation); `prepare` is not part of a round."""
     task = build(dataset)
     training = Training(rounds=max(2, rounds), clients=clients, clients_per_round=min(20, clients), batch_size=16)
-    print(f"{'defense':40} {'execution':9} {'s a round':>10} {'defense':>8} {'server':>7}")
+    print(f"{'defense':40} {'execution':9} {'s/round':>10} {'defense':>8} {'server':>7}")
     for name in gradveil.list_defenses():
         for spec in (name, f"{name}+error-feedback") if gradveil.defense(name).gradient_only else (name,):
             result = train(task, dataset, gradveil.defense(spec), training)
@@ -177,7 +180,7 @@ def defenses(dataset: Dataset, rounds: int, clients: int) -> None:
 
 def where(rounds: int) -> None:
     mnist, cifar = data.load("mnist"), data.load("cifar10")
-    print(f"{'network':20} {'batch':>5} {'values a step':>13} {'loop s':>9} {'batch s':>9} {'gain':>6}")
+    print(f"{'network':20} {'batch':>5} {'values/step':>13} {'loop s':>9} {'batch s':>9} {'gain':>6}")
     for dataset, name in ((mnist, "mlp"), (mnist, "lenet"), (mnist, "mnist-cnn"), (cifar, "lenet"), (cifar, "cnn6")):
         task = build(dataset, name)
         for batch_size in (1, 4, 16, 64):
@@ -189,7 +192,7 @@ def where(rounds: int) -> None:
 
 
 def chunks(rounds: int, compiled: bool) -> None:
-    """Seconds of all clients' gradients, over the best of the row; sizes take turns, so that noise hits all alike."""
+    """Seconds for all clients' gradients, relative to the row's best; sizes take turns, so noise affects all alike."""
     mnist, cifar = data.load("mnist"), data.load("cifar10")
     execution = "compile" if compiled else "batch"
     sizes = (8, 16, 32, 48, 64, 128, 256, 512)
@@ -211,7 +214,7 @@ def chunks(rounds: int, compiled: bool) -> None:
             size: Clients(task, gradveil.defense("none"), training, execution, cache_bytes=size << 20) for size in sizes
         }
         taken = dict.fromkeys(sizes, math.inf)
-        for _ in range(rounds + 1):  # the first one warms up
+        for _ in range(rounds + 1):  # the first one is a warm-up
             for size, clients in programs.items():
                 shared = clients.share(
                     list(batches),
@@ -231,8 +234,10 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--clients", type=int, default=100)
-    parser.add_argument("--most", type=int, default=2000, help="clients a round at most, in growth")
-    parser.add_argument("--compile", action="store_true", help="also the compiled program; compiling takes a minute")
+    parser.add_argument("--most", type=int, default=2000, help="the largest number of clients per round in growth")
+    parser.add_argument(
+        "--compile", action="store_true", help="also measure the compiled program; compiling takes a minute"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     dataset = data.load("mnist")

@@ -1,10 +1,10 @@
-"""What one share under refiner costs against one plain gradient, measured in the same run.
+"""What one update under refiner costs, relative to one plain gradient, measured in the same run.
 
     python benchmarks/refiner_cost.py [--models lenet resnet18]
 
-Batch 32 of 32 x 32 colour images, 10 iterations; with a warm start of every sample 5. Every figure is processor time on
-one thread, which other programs disturb least, the best of some runs after one that warms up, the kinds taking turns.
-Ratios are the result, absolute times on shared machines are not.
+A batch of 32 colour images of 32 x 32 pixels takes 10 iterations, or 5 with a warm start of every sample. Figures are
+processor time on one thread, which other programs disturb least: the best of several runs after a warm-up run, with the
+kinds taking turns. Only the ratios are meaningful on a shared machine.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def measure(name: str) -> None:
         leaf = inputs.clone().requires_grad_()
         torch.autograd.grad(network(leaf).mean(), leaf)
 
-    defense.share(task, inputs, labels, memory=memory)  # fills the memory, and warms up
+    defense.share(task, inputs, labels, memory=memory)  # fills the memory and is the warm-up run
     kinds = {
         "plain gradient": lambda: task.gradients(inputs, labels),
         "evaluation network, once": evaluate,
@@ -41,7 +41,7 @@ def measure(name: str) -> None:
     best = dict.fromkeys(kinds, float("inf"))
     for _ in range(RUNS[name]):
         for kind, work in kinds.items():
-            # The short ones often enough to find a quiet moment.
+            # Short runs are repeated often enough to catch a quiet moment of the machine.
             for _ in range(1 if kind.startswith("share") else 5):
                 started = time.process_time()
                 work()

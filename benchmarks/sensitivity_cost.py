@@ -1,11 +1,11 @@
-"""What sensitivity and compensation cost, as ratios against a yardstick measured in the same run.
+"""What sensitivity and compensation cost, relative to a yardstick measured in the same run.
 
     python benchmarks/sensitivity_cost.py
 
-Sensitivity against one plain gradient (autograd, the same batch): processor time of one thread, which a busy machine
-disturbs less than the clock, the best of many runs in turn. Its error against the exact sensitivity, by number of
-directions. How evenly the slices of risk slicing share the risk. Compensation of an 11-million-value aggregate against
-copying it.
+It prints four things: the time of sensitivity relative to one plain gradient (autograd, the same batch), as processor
+time of one thread, which a busy machine disturbs less than wall time, the best of many runs that take turns; its error
+relative to the exact sensitivity, by number of directions; how evenly the slices of risk slicing share the risk; and
+the time to compensate an aggregate of 11 million values, relative to copying it.
 """
 
 import math
@@ -66,19 +66,19 @@ def cost(name: str, shape: tuple[int, int, int], batch: int, directions: int = 1
 
 
 def error() -> None:
-    """On lenet: how far estimates lie from the exact sensitivity, over coordinates and repeats."""
+    """How far estimates on lenet lie from the exact sensitivity, over coordinates and repeats."""
     task = gradveil.Task(
         models.create("lenet", input_shape=(1, 28, 28), classes=10), input_shape=(1, 28, 28), classes=10
     )
     generator = torch.Generator().manual_seed(0)
     batch = torch.rand(1, 1, 28, 28, generator=generator), torch.tensor([3])
     exact = torch.cat([value.flatten() for value in task.sensitivity(*batch, None).values()])
-    seen = exact > 1e-9 * exact.max()
+    nonzero = exact > 1e-9 * exact.max()
     for directions in (1, 3, 10, 30, 100):
         squared = []
         for _ in range(20):
             estimate = task.sensitivity(*batch, directions, generator=generator)
-            ratio = torch.cat([value.flatten() for value in estimate.values()])[seen] / exact[seen]
+            ratio = torch.cat([value.flatten() for value in estimate.values()])[nonzero] / exact[nonzero]
             squared.append(float((ratio - 1).square().mean()))
         print(
             f"lenet, {directions:3} directions: relative error {math.sqrt(statistics.fmean(squared)):.3f}, "
@@ -88,7 +88,7 @@ def error() -> None:
 
 
 def slices() -> None:
-    """Risks of random images, ten slices: the riskiest slice against the mean."""
+    """The riskiest of ten slices relative to the mean, with risks estimated on random images."""
     for name, examples in (("lenet", 20), ("cnn6", 10), ("resnet18", 2)):
         model = models.create(name, input_shape=(3, 32, 32), classes=10)
         task = gradveil.Task(model, input_shape=(3, 32, 32), classes=10)

@@ -1,10 +1,10 @@
-"""Soteria's scores: one vectorised Jacobian against a backward pass a unit, and the forward-mode estimate against both.
+"""Time of Soteria's scores: one vectorised Jacobian, one backward pass per unit, and the forward-mode estimate.
 
     [GRADVEIL_DATA=/path/to/data] python benchmarks/soteria_cost.py [--models lenet resnet18:norm=frozen]
 
-Two yardsticks, measured in the same run on the plain model: "public" is what public code does, `backward()` for every
-unit, which computes the gradients of the weights each time, too; "lean" asks autograd for the input's gradient only.
-Processor time on one thread; ratios are the result, absolute times on shared machines are not.
+There are two yardsticks, measured in the same run on the plain model: "public" is what public code does, `backward()`
+for every unit, which also computes the gradients of the weights each time; "lean" asks autograd only for the gradient
+of the input. Times are processor time on one thread; only the ratios are meaningful on a shared machine.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def measure(spec: str) -> None:
     name, parameters = parse_spec(spec)
     model = models.create(name, input_shape=SHAPE, classes=10, **parameters)
     task = gradveil.Task(model, input_shape=SHAPE, classes=10)
-    image = an_image()
+    image = sample_image()
     small = task.size < 1_000_000
     repeats = 3 if small else 1
     exact_slopes(task, image) if small else gradveil.defense("soteria:directions=1").scores(task, image)  # warm up
@@ -80,8 +80,8 @@ def measure(spec: str) -> None:
         estimate = gradveil.defense("soteria", directions=directions)
         generator = derived_generator(0, "directions")
         guess, seconds = timed(lambda d=estimate, g=generator: d.scores(task, image, generator=g), repeats)
-        heard = scores.isfinite()
-        rank = float(spearmanr(guess[heard], scores[heard]).statistic)
+        finite = scores.isfinite()
+        rank = float(spearmanr(guess[finite], scores[finite]).statistic)
         print(
             f"  {directions:4} directions: rank correlation {rank:.3f}, {seconds:.3f} s = "
             f"{public_time / seconds:.0f} x the public loop, {lean_time / seconds:.0f} x the lean loop, "
@@ -89,11 +89,11 @@ def measure(spec: str) -> None:
         )
 
 
-def an_image() -> Tensor:
+def sample_image() -> Tensor:
     try:
         return data.load("cifar10").test.batch(torch.arange(1))[0]
     except GradveilError:
-        print("CIFAR-10 is not here; measuring on noise")
+        print("CIFAR-10 is not available; measuring on noise")
         return torch.rand(1, *SHAPE, generator=torch.Generator().manual_seed(0))
 
 

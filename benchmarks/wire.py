@@ -1,12 +1,12 @@
-"""Length and speed of encoded updates, against the entropy limit and against a memory copy measured in the same run.
+"""Length of encoded updates relative to the entropy limit, and speed relative to a memory copy in the same run.
 
     python benchmarks/wire.py
 
-Lengths: random float32 layers of one million and of eleven million values; the limit is H2(q) bits a place for the
-positions and four bytes a value. Speed: updates with the shapes of resnet18 on one thread; the yardstick is
-``tensor.clone()`` of all layers. Yardstick and work take turns, so that both see the same machine, and the time is that
-of the processor, since others may share it; the ratio is given of the best and of the median times. Ratios are the
-result; absolute times are not.
+Lengths are for random float32 layers of one million and of eleven million values; the limit is H2(q) bits per position
+plus four bytes per value. Speed is for updates with the shapes of resnet18 on one thread; the yardstick is
+``tensor.clone()`` of all layers. Yardstick and work take turns, so that both see the same machine, and times are
+processor times, because others may share it. Ratios are given for the best and the median times; absolute times mean
+little.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def random_layer(shape: torch.Size | tuple[int, ...], density: float, generator:
 
 
 def limits(value: Tensor) -> tuple[float, float]:
-    """Entropy of the positions, and with four bytes a value, in bytes."""
+    """The entropy of the positions in bytes, alone and with four bytes per value."""
     n, k = value.numel(), int(value.count_nonzero())
     q = k / n
     positions = -n * (q * math.log2(q) + (1 - q) * math.log2(1 - q)) / 8
@@ -45,16 +45,16 @@ def lengths() -> None:
             value = random_layer((n,), density, generator)
             positions, limit = limits(value)
             update = len(wire.encode(Update({"w": value})))
-            places = len(wire.encode_locations({"w": value != 0}))
+            positions_length = len(wire.encode_locations({"w": value != 0}))
             print(
                 f"{n:10,} values, density {density:<5}: {update:10,} bytes = {update / limit:.3f} x the limit; "
-                f"positions alone {places:9,} bytes = {places / positions:.3f} x the limit",
+                f"positions alone {positions_length:9,} bytes = {positions_length / positions:.3f} x the limit",
                 flush=True,
             )
 
 
 def known_lengths() -> None:
-    """Aligned dual pruning: both sides know 40 % of the places; half of them go up, all of them come down."""
+    """Aligned dual pruning: both sides know 40 % of the positions; half of them are uploaded, all are downloaded."""
     generator = torch.Generator().manual_seed(0)
     n = 11_000_000
     known = {"w": torch.rand(n, generator=generator) < 0.4}
@@ -122,7 +122,7 @@ def speed(rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="repetitions of every measurement of time")
+    parser.add_argument("--rounds", type=int, default=15, help="number of repetitions of each time measurement")
     arguments = parser.parse_args()
     speed(arguments.rounds)
     lengths()

@@ -1,4 +1,4 @@
-"""What several experiments measure: an attack on a defense, a training under a defense, a guess without an update.
+"""The kinds of measurement that several experiments share: attacks on a defense, training under it, blind guesses.
 
 A kind takes a case (a flat JSON object, see run.py) and the `Session` it runs in, and returns what it measured.
 """
@@ -31,10 +31,10 @@ load = cache(data.load)
 
 @dataclass(frozen=True)
 class Session:
-    """What a case runs in.
+    """Where a case keeps its files and how it reports progress.
 
     Args:
-        folder: where the results are.
+        folder: the folder of the results.
         progress: called with (steps done, steps in all, seconds left).
     """
 
@@ -42,16 +42,16 @@ class Session:
     progress: Callable[[int, int, float], None] = lambda *_: None
 
     def checkpoints(self, case: Row) -> Path:
-        """Where the trainings of a case keep their checkpoints until its row is written."""
+        """Where the training runs of a case keep their checkpoints until its row is written."""
         return self.folder / "checkpoints" / slug(case["name"])
 
 
 def dataset_of(case: Row) -> data.Dataset:
-    """The data set, of which `train_examples` may name the first; with the logistic loss, even and odd classes."""
+    """The data set, perhaps only its first `train_examples`; with the logistic loss, its classes are even and odd."""
     dataset = load(case["dataset"])
     if count := case.get("train_examples"):
-        kept = replace(dataset.train, inputs=dataset.train.inputs[:count], targets=dataset.train.targets[:count])
-        dataset = replace(dataset, train=kept)
+        shortened = replace(dataset.train, inputs=dataset.train.inputs[:count], targets=dataset.train.targets[:count])
+        dataset = replace(dataset, train=shortened)
     if case.get("loss") == "logistic":
         train, test = (replace(split, targets=split.targets % 2) for split in (dataset.train, dataset.test))
         dataset = replace(dataset, classes=("even", "odd"), train=train, test=test)
@@ -86,73 +86,74 @@ def attack_of(case: Row) -> Attack:
     return gradveil.preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
 
 
-def attacked(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
-    """What is seen of the victims, and what the attack makes of it."""
+def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
+    """What the attacker sees of the victims, and what it reconstructs from that."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     stage = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    given = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
-    known = cases.Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **given)
-    seen = cases.observe(cases.fit(known, progress=session.progress))
+    settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
+    attack_case = cases.Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
+    seen = cases.observe(cases.fit(attack_case, progress=session.progress))
     found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
         raise KeyboardInterrupt
     return seen, found
 
 
-def in_order(victims: Victims, found: Tensor, *others: Tensor) -> list[Tensor]:
-    """Reconstructions, and what else is known of each, in the order of the originals that they are nearest to."""
+def matched_to_originals(victims: Victims, found: Tensor, *others: Tensor) -> list[Tensor]:
+    """Reconstructions, and other values for each of them, in the order of the originals that they are matched to."""
     repaired = IMAGE.repaired(found.reshape(victims.inputs.shape).float().cpu())
     orders = [metrics.match(*pair) for pair in zip(victims.inputs, repaired, strict=True)]
     shaped = [repaired, *(other.reshape(victims.targets.shape).cpu() for other in others)]
-    return [torch.stack([one[order] for one, order in zip(all_, orders, strict=True)]) for all_ in shaped]
+    return [torch.stack([each[order] for each, order in zip(tensor, orders, strict=True)]) for tensor in shaped]
 
 
 def figures(victims: Victims, found: Tensor, labels: Tensor, *, each: bool = False) -> Row:
-    """All metrics as lists with one figure for each victim, or for `each` example of all victims."""
-    tensors = [victims.inputs, *in_order(victims, found, labels), victims.targets]
+    """All metrics as lists with one figure per victim, or with `each`, one per example of every victim."""
+    tensors = [victims.inputs, *matched_to_originals(victims, found, labels), victims.targets]
     if each:
         tensors = [tensor.flatten(0, 1)[:, None] for tensor in tensors]
     score = metrics.Scorer(IMAGE).score
     scores = [score(x, y, label, guess, None) for x, y, guess, label in zip(*tensors, strict=True)]
-    row: Row = {metric.name: [one[metric.name] for one in scores] for metric in metrics.of(IMAGE)}
-    return {**row, "labels_right": sum(one["label_correct"] or 0 for one in scores)}
+    row: Row = {metric.name: [entry[metric.name] for entry in scores] for metric in metrics.of(IMAGE)}
+    return {**row, "labels_right": sum(entry["label_correct"] or 0 for entry in scores)}
 
 
-def described(case: Row, seen: Observation, found: Reconstruction) -> Row:
-    """The figures of an attack; where the defense changed the inputs, against those that were used as well."""
-    known, victims, each = seen.case, seen.case.victims, case.get("each", False)
-    row = {"attack_spec": str(known.attack), **figures(victims, found.inputs, found.labels, each=each)}
+def attack_row(case: Row, seen: Observation, found: Reconstruction) -> Row:
+    """The figures of an attack; if the defense changed the inputs, also against the inputs that were used."""
+    attack_case, victims, each = seen.case, seen.case.victims, case.get("each", False)
+    row = {"attack_spec": str(attack_case.attack), **figures(victims, found.inputs, found.labels, each=each)}
     row |= {"loss": found.loss.tolist(), "execution": found.execution, "power": seen.power}
-    # With local steps, a defense notes the inputs of the last step only.
-    used = [] if known.local else [inputs for inputs in seen.trained_on if inputs is not None]
+    # With local steps, a defense records only the inputs of the last step.
+    used = [] if attack_case.local else [inputs for inputs in seen.trained_on if inputs is not None]
     if len(used) == len(victims):
         changed = Victims(torch.stack(used).float().cpu(), victims.targets, victims.clients)
         row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
         row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, each=each)
-    if known.adaptive:
-        forms = known.stage.defense.adapt(known.stage.task, batch_size=victims.batch_size, local=known.local)
-        row["form"] = next(iter(forms), "expectation") if known.adaptive is True else known.adaptive
+    if attack_case.adaptive:
+        stage, local = attack_case.stage, attack_case.local
+        forms = stage.defense.adapt(stage.task, batch_size=victims.batch_size, local=local)
+        row["form"] = next(iter(forms), "expectation") if attack_case.adaptive is True else attack_case.adaptive
     return row
 
 
 def attack(case: Row, session: Session) -> Row:
     """Attack the victims' updates under a defense."""
-    return described(case, *attacked(case, session))
+    return attack_row(case, *run_attack(case, session))
 
 
-def trained(case: Row, session: Session, part: str = "") -> TrainingResult:
-    """A federated training, perhaps only a `part` of the case, that goes on from its checkpoint, if there is one."""
+def run_training(case: Row, session: Session, part: str = "") -> TrainingResult:
+    """Run the federated training of a case, or a `part` of it, from its checkpoint if there is one."""
     folder, defense = session.checkpoints(case) / slug(part), gradveil.defense(case.get("trained_as", case["defense"]))
     training = Training(**{**case["training"], "local": local_of(case["training"]), "seed": case["seed"]})
-    kept = {"checkpoint": folder, "resume": (folder / CHECKPOINT).exists()}
+    checkpoint = {"checkpoint": folder, "resume": (folder / CHECKPOINT).exists()}
     return train(
-        build(case), dataset_of(case), defense, training, progress=lambda *at: session.progress(*at, 0), **kept
+        build(case), dataset_of(case), defense, training, progress=lambda *at: session.progress(*at, 0), **checkpoint
     )
 
 
 def training(case: Row, session: Session) -> Row:
-    """Train under a defense; the accuracy is that of the last evaluation, or the mean of the last `averaged` ones."""
-    result = trained(case, session)
+    """Train under a defense; the accuracy is the mean of the last `averaged` evaluations, by default the last one."""
+    result = run_training(case, session)
     names = ("loss", "history", "execution", "round_seconds", "upload_bytes", "download_bytes", "diverged")
     return {name: getattr(result, name) for name in names} | {
         "accuracy": fmean(accuracy for _, accuracy in result.history[-case.get("averaged", 1) :]),
@@ -164,10 +165,10 @@ def training(case: Row, session: Session) -> Row:
 
 
 def blind(case: Row, _session: Session) -> Row:
-    """What the mean input of the class scores, of all training examples or the `public` ones: no update is needed."""
+    """Score the blind guess: the mean input of each class, over all training examples or only the `public` ones."""
     dataset, victims = dataset_of(case), victims_of(case)
-    places = split_public(dataset.train, case["seed"])[0] if case.get("public") else slice(None)
-    inputs, targets = dataset.train.inputs[places], dataset.train.targets[places]
+    examples = split_public(dataset.train, case["seed"])[0] if case.get("public") else slice(None)
+    inputs, targets = dataset.train.inputs[examples], dataset.train.targets[examples]
     guess = dataset.train.modality.blind(inputs, targets, victims.targets.flatten(), len(dataset.classes))
     return figures(victims, guess, victims.targets, each=case.get("each", False))
 

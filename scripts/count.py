@@ -1,22 +1,22 @@
-"""Count what the plan of the house limits: code lines, and modules that assume that an input is an image.
+"""Count what the design limits: lines of code, and modules that assume that an input is an image.
 
     python scripts/count.py [ROOT] [--modules]
 
-ROOT is a checkout, by default this one; another commit is counted after ``git worktree add /tmp/before COMMIT``.
-``--modules`` also lists the modules, each with what gave it away.
+ROOT is a checkout, by default this one; to count another commit, use ``git worktree add /tmp/before COMMIT`` first.
+``--modules`` also lists the modules, each with the evidence.
 
-A **code line** holds at least one token that is no comment and no docstring.
+A **code line** holds at least one token that is neither a comment nor a docstring.
 
 A module **assumes images** if its code, without comments and docstrings,
 
 - names one of `WORDS` in an identifier, a parameter or a string (``image_psnr`` names two of them), or a torch function
   or module for two dimensions (``Conv2d``);
 - scales by 255;
-- takes a shape for three numbers: unpacks ``x.shape`` into three names, or compares ``ndim`` with 4, the length of an
-  ``input_shape`` with 3.
+- assumes that a shape has three numbers: unpacks ``x.shape`` into three names, or compares ``ndim`` with 4 or the
+  length of an ``input_shape`` with 3.
 
-Naming the object `IMAGE` as the default of a parameter or field is no assumption: another modality can be given. Nor
-are, in audit/ and report/, the names `FILE_NAMES` of an audit's files and rows: every modality renders pictures.
+Naming the object `IMAGE` as the default of a parameter or field does not count, because another modality can be given.
+Nor do, in audit/ and report/, the names of an audit's files and rows (`FILE_NAMES`): every modality renders pictures.
 Modules that assume images are expected only in `PLACES`.
 """
 
@@ -53,25 +53,25 @@ PLACES = {
     "image defenses": ["defenses/ats*", "defenses/refiner*", "defenses/_transforms.py", "defenses/_denoising.py"],
     "pictures in reports": ["report/_images.py", "report/_gallery.py", "report/_picture.py"],
 }
-"""Where assuming images is right, by file patterns inside the package."""
+"""Where assuming images is legitimate, as file patterns inside the package."""
 
 
 def code_lines(path: Path) -> int:
-    """Lines with code."""
+    """The number of lines with code."""
     text = path.read_text(encoding="utf-8")
-    described = {
+    docstring_lines = {
         line
         for docstring in docstrings(ast.parse(text))
         for line in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1)
     }
-    blank = {
+    not_code = {
         *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
     }
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type not in blank:
+        if token.type not in not_code:
             lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - described)
+    return len(lines - docstring_lines)
 
 
 def docstrings(tree: ast.AST) -> Iterator[ast.Expr]:
@@ -87,7 +87,7 @@ def image_evidence(path: Path) -> str | None:
     """What in a module assumes images, with its line; None if nothing does."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     writes_pictures = path.parent.name in ("audit", "report")
-    # Strings that stand alone describe the name above them.
+    # A string on its own documents the name above it.
     prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and _is_text(node.value)}
     defaults = {id(node) for node in _defaults(tree)}
     for node in ast.walk(tree):
@@ -117,7 +117,7 @@ def image_evidence(path: Path) -> str | None:
 
 
 def _defaults(tree: ast.AST) -> Iterator[ast.AST]:
-    """Where `IMAGE` is a default."""
+    """The nodes where `IMAGE` is a default value."""
     for node in ast.walk(tree):
         values: list[ast.expr | None] = []
         if isinstance(node, ast.FunctionDef):
@@ -174,7 +174,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def place_of(module: str) -> str | None:
-    """Where a module that assumes images belongs; None: nowhere."""
+    """The place of a module that assumes images; None if it should not assume them."""
     for place, patterns in PLACES.items():
         if any(fnmatch(module, pattern) for pattern in patterns):
             return place
@@ -202,9 +202,9 @@ def main() -> None:
         *((f"  {place}", sum(place_of(name) == place for name in assuming)) for place in PLACES),
         ("  anywhere else", sum(place_of(name) is None for name in assuming)),
     ]
-    width = max(len(what) for what, _ in rows)
-    for what, count in rows:
-        print(f"{what:<{width}}  {count:>7,}")
+    width = max(len(label) for label, _ in rows)
+    for label, count in rows:
+        print(f"{label:<{width}}  {count:>7,}")
     if arguments.modules:
         for place in (*PLACES, None):
             print(f"\n{place or 'anywhere else'}")

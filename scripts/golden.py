@@ -1,21 +1,21 @@
-"""Figures that must not change when the code behind them is rebuilt.
+"""Figures that must not change when the code behind them is rewritten.
 
-Usage: python scripts/golden.py write FILE [PART]...    make a golden file, or add parts to it
-       python scripts/golden.py compare FILE [PART]...  make the parts again and say what differs
+Usage: python scripts/golden.py write FILE [PART]...    write a golden file, or add parts to it
+       python scripts/golden.py compare FILE [PART]...  compute the parts again and print what differs
 
-Parts, all at fixed seeds on the embedded digits:
+The parts, all with fixed seeds on the embedded digits:
 
 - ``updates``: what every registered defense shares (one gradient; FedAvg), and its aggregate of three clients. Tensors
-  are kept as three fixed random projections and the norm; they must agree to 1e-6.
+  are stored as three fixed random projections and the norm, which must agree to 1e-6.
 - ``attacks``: twenty iterations of every attack, and of the adaptive attacker of every defense; to 1e-6.
 - ``training``: a FedAvg training with faults and error feedback; accuracies, losses and bytes to 1e-6.
 - ``flower``: a training on Flower's simulation; to 1e-6.
 - ``adaptive``: the rows of a small audit of every registered defense, plain and adaptive (two victims, 20 iterations);
   scores to 1e-6.
-- ``audit``: the rows of the default audit, times left out. Full attacks amplify rounding, so a PSNR may differ, but
-  the median of each method must lie inside the interval that the golden file has for it.
+- ``audit``: the rows of the default audit, without times. Full attacks amplify rounding errors, so a PSNR may differ,
+  but the median of each method must lie inside its interval in the golden file.
 
-A golden file holds for one machine and one version of torch: write it before a change, compare after it.
+A golden file is valid for one machine and one version of torch: write it before a change, compare after it.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def task_and_data() -> tuple[gradveil.Task, data.Dataset]:
 
 
 def projected(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Each tensor's norm and its products with three fixed random directions, all in units of the norm's scale."""
+    """Each tensor's norm and its products with three fixed random directions, all of the same scale."""
     result = {}
     for name, value in tensors.items():
         flat = value.detach().double().flatten()
@@ -78,7 +78,7 @@ def updates() -> Figures:
     batches = [dataset.train.batch(torch.arange(4 * client, 4 * client + 4)) for client in range(3)]
     found: Figures = {}
     for spec in (*DEFENSES.names(), *COMPOSED):
-        for words, local in (("gradient", None), ("fedavg", LOCAL)):
+        for label, local in (("gradient", None), ("fedavg", LOCAL)):
             defense = gradveil.defense(spec)
             defense, prepared = defense.prepare(task, public=public, generator=derived_generator(1, "prepare"))
             announced = defense.announce(prepared, *batches[0], generator=derived_generator(3), memory={})
@@ -94,7 +94,7 @@ def updates() -> Figures:
                 for client, batch in enumerate(batches)
             ]
             aggregate = defense.aggregate(shared, weights=[1.0, 2.0, 3.0], memory={}, announced=announced)
-            found[f"{spec}, {words}"] = {"update": projected(shared[0]), "aggregate": projected(aggregate)}
+            found[f"{spec}, {label}"] = {"update": projected(shared[0]), "aggregate": projected(aggregate)}
     return found
 
 
@@ -104,7 +104,7 @@ def attacks() -> Figures:
     public, victim = dataset.train.batch(torch.arange(100, 108)), dataset.test.batch(torch.arange(1))
     found: Figures = {}
 
-    def attacked(name: str, spec: str, adaptive: bool) -> Figures | str:
+    def run_attack(name: str, spec: str, adaptive: bool) -> Figures | str:
         attack = gradveil.attack(name, **({"iterations": ITERATIVE[name]} if name in ITERATIVE else {}))
         defense = gradveil.defense(spec)
         try:
@@ -119,13 +119,13 @@ def attacks() -> Figures:
         return {"inputs": projected({"inputs": result.inputs}), "labels": result.labels.tolist(), "loss": result.loss}
 
     for name in ATTACKS.names():
-        found[f"{name}, none"] = attacked(name, "none", adaptive=False)
+        found[f"{name}, none"] = run_attack(name, "none", adaptive=False)
     for spec in (*DEFENSES.names(), *COMPOSED):
-        found[f"inverting-gradients, {spec}, adaptive"] = attacked("inverting-gradients", spec, adaptive=True)
+        found[f"inverting-gradients, {spec}, adaptive"] = run_attack("inverting-gradients", spec, adaptive=True)
     return found
 
 
-def trained(result: Any) -> Figures:
+def training_figures(result: Any) -> Figures:
     return {
         "accuracy": result.accuracy,
         "loss": result.loss,
@@ -143,14 +143,14 @@ def training() -> Figures:
     task, dataset = task_and_data()
     plan = Training(rounds=4, clients=6, clients_per_round=4, batch_size=8, local=LOCAL, evaluate_every=2)
     specs = ("none", "dual-pruning+error-feedback", "dp-sgd", "aligned-dual-pruning+error-feedback")
-    return {spec: trained(train(task, dataset, gradveil.defense(spec), plan)) for spec in specs}
+    return {spec: training_figures(train(task, dataset, gradveil.defense(spec), plan)) for spec in specs}
 
 
 def flower() -> Figures:
     task, dataset = task_and_data()
     plan = Training(rounds=2, clients=3, batch_size=8, local=LOCAL)
     defense = gradveil.defense("dual-pruning+error-feedback")
-    return trained(gradveil.flower.simulate(task, dataset, defense, plan, actors=1))
+    return training_figures(gradveil.flower.simulate(task, dataset, defense, plan, actors=1))
 
 
 def audit_rows(config: AuditConfig) -> tuple[list[Figures], list[Figures]]:
@@ -211,19 +211,19 @@ PARTS: dict[str, Callable[[], Figures]] = {
 
 
 def differences(where: str, before: Any, now: Any) -> list[str]:
-    """What differs by more than the tolerance, relative to the size of the figure."""
+    """A line for each figure that differs by more than the tolerance, relative to its size."""
     if isinstance(before, dict) and isinstance(now, dict):
         keys = [*before, *(key for key in now if key not in before)]
-        return [one for key in keys for one in differences(f"{where} / {key}", before.get(key), now.get(key))]
+        return [line for key in keys for line in differences(f"{where} / {key}", before.get(key), now.get(key))]
     if isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         numbers = [value for value in before if isinstance(value, float)]
         scale = max(map(abs, numbers), default=0.0)
         pairs = enumerate(zip(before, now, strict=True))
         return [
-            one
-            for place, (old, new) in pairs
+            line
+            for index, (old, new) in pairs
             if not (isinstance(old, float) and isinstance(new, float) and abs(old - new) <= TOLERANCE * scale)
-            for one in differences(f"{where}[{place}]", old, new)
+            for line in differences(f"{where}[{index}]", old, new)
         ]
     if isinstance(before, float) and isinstance(now, float):
         same = math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-12) or (math.isnan(before) and math.isnan(now))
@@ -232,10 +232,10 @@ def differences(where: str, before: Any, now: Any) -> list[str]:
 
 
 def audit_differences(before: Figures, now: Figures) -> list[str]:
-    """Medians outside the golden interval; accuracies by the tolerance."""
+    """A line for each median outside its golden interval and each accuracy outside the tolerance."""
     found = differences("audit / accuracy", before["accuracy"], now["accuracy"])
     if before["medians"].keys() != now["medians"].keys():
-        found.append(f"audit: was of {sorted(before['medians'])}, is of {sorted(now['medians'])}")
+        found.append(f"audit: had medians of {sorted(before['medians'])}, has {sorted(now['medians'])}")
     for name, old in before["medians"].items():
         values = now["medians"].get(name, {}).get("psnr", [])
         if values == old["psnr"]:
@@ -254,18 +254,21 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    os.environ.pop("GRADVEIL_DATA", None)  # the embedded digits are the same everywhere
+    os.environ.pop("GRADVEIL_DATA", None)  # so that the embedded digits are used, which are the same everywhere
     golden = json.loads(arguments.file.read_text()) if arguments.file.exists() else {}
     found: list[str] = []
     for part in arguments.parts or PARTS:
-        # Through JSON, as the golden file went.
-        made = json.loads(json.dumps(PARTS[part](), default=lambda value: value.tolist()))
+        # Go through JSON, as the golden file did.
+        figures = json.loads(json.dumps(PARTS[part](), default=lambda value: value.tolist()))
         if arguments.action == "write":
-            golden[part] = made
+            golden[part] = figures
             arguments.file.write_text(json.dumps(golden, indent=1) + "\n")
             print(f"{part}: written")
             continue
-        differing = audit_differences(golden[part], made) if part == "audit" else differences(part, golden[part], made)
+        if part == "audit":
+            differing = audit_differences(golden[part], figures)
+        else:
+            differing = differences(part, golden[part], figures)
         print(f"{part}: {len(differing)} differences")
         found += differing
     print("\n".join(found[:20]))

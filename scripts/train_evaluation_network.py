@@ -1,10 +1,10 @@
-"""Train the evaluation network that comes with gradveil, and score it.
+"""Train and score the evaluation network that comes with gradveil.
 
     GRADVEIL_DATA=folder python scripts/train_evaluation_network.py            # train, write the weights, score
-    GRADVEIL_DATA=folder python scripts/train_evaluation_network.py --score    # score the weights that are there
+    GRADVEIL_DATA=folder python scripts/train_evaluation_network.py --score    # score the existing weights
 
-An interrupted training goes on where its last checkpoint was taken: every step draws from a generator of its own, so
-the result is the same. The scores are printed as the table of src/gradveil/models/evaluation.md.
+An interrupted training continues from its last checkpoint. Every step has its own generator, so the result is the same.
+The scores are printed as the table of src/gradveil/models/evaluation.md.
 """
 
 import argparse
@@ -28,9 +28,9 @@ STEPS = 3000
 BATCH = 128
 PEAK_LR = 1e-3
 TRAIN_SETS = ("cifar100", "bccd", "fashion-mnist", "mnist", "mednist")
-# Never trained on, test images; the size they are scored at.
+# Data sets never trained on; their test images are scored at this size.
 LEFT_OUT = (("cifar10", 32), ("pneumonia", 28), ("faces-orl", 64))
-SIZES = (28, 32, 32, 32, 48, 64)  # a batch has one of these; mostly the cheap ones
+SIZES = (28, 32, 32, 32, 48, 64)  # one per batch; mostly the cheap ones
 GREY_SHARE = 0.4  # of the batches
 LEVELS = torch.arange(11) / 10
 SCORED_IMAGES = 500
@@ -38,7 +38,7 @@ CHECKPOINT_EVERY = 100
 
 
 def training_batch(sets: list[Tensor], generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images mixed with uniform noise, and the share of the noise in each."""
+    """Images mixed with uniform noise, and the share of noise in each."""
 
     def draw(count: int) -> int:
         return int(torch.randint(count, (), generator=generator))
@@ -50,7 +50,7 @@ def training_batch(sets: list[Tensor], generator: torch.Generator) -> tuple[Tens
     for index, images in enumerate(sets):
         picks = torch.randint(len(images), (int((chosen == index).sum()),), generator=generator)
         part = images[picks].float() / 255
-        # A random square, stretched to the batch's size: many scales and degrees of smoothness from few images.
+        # A random square resized to the batch's size gives many scales and degrees of smoothness from few images.
         side = min(part.shape[2:])
         crop = side - draw(side // 2 + 1)
         top, left = draw(part.shape[2] - crop + 1), draw(part.shape[3] - crop + 1)
@@ -60,7 +60,7 @@ def training_batch(sets: list[Tensor], generator: torch.Generator) -> tuple[Tens
             part = part.flip(3)
         parts.append(part.mean(1, keepdim=True) if grey else part.expand(-1, 3, -1, -1))
     images = torch.cat(parts).clamp(0, 1)
-    # Shares spread evenly over [-.05, 1.05] and clamped: the ends, all image and all noise, get the weight of a level.
+    # Spread evenly over [-.05, 1.05] and clamped, so that pure image and pure noise get the weight of one level each.
     spread = (torch.randperm(BATCH, generator=generator) + torch.rand(BATCH, generator=generator)) / BATCH
     shares = (1.1 * spread - 0.05).clamp(0, 1)
     noise = torch.rand(images.shape, generator=generator)
@@ -68,7 +68,7 @@ def training_batch(sets: list[Tensor], generator: torch.Generator) -> tuple[Tens
 
 
 def train(checkpoint: Path) -> EvaluationNetwork:
-    """All steps, or those that the checkpoint lacks."""
+    """Run all steps, or those that the checkpoint lacks."""
     sets = [data.load(name).train.inputs for name in TRAIN_SETS]
     torch.manual_seed(SEED)
     network = EvaluationNetwork().to(memory_format=torch.channels_last)
@@ -80,7 +80,7 @@ def train(checkpoint: Path) -> EvaluationNetwork:
             group["lr"] = PEAK_LR * 0.5 * (1 + math.cos(math.pi * step / STEPS))
         images, shares = training_batch(sets, derived_generator(SEED, "evaluation network", step))
         logits = network.logits(images.contiguous(memory_format=torch.channels_last))
-        # Equation 5 of the paper with the shares between 0 and 1 as soft labels.
+        # Equation 5 of the paper, with the shares between 0 and 1 as soft labels.
         loss = F.binary_cross_entropy_with_logits(logits, shares)
         optimizer.zero_grad()
         loss.backward()
@@ -101,17 +101,17 @@ def save(checkpoint: Path, step: int, network: EvaluationNetwork, optimizer: tor
     for name, value in network.named_parameters():
         tensors[name] = value.detach().contiguous()
         tensors |= {f"{key}/{name}": optimizer.state[value][key].contiguous() for key in ADAM_STATE}
-    fresh = checkpoint.with_suffix(".new")
-    save_file(tensors, fresh)
-    fresh.replace(checkpoint)  # so that an interruption leaves the old checkpoint or the new one, never half of one
+    temporary = checkpoint.with_suffix(".new")
+    save_file(tensors, temporary)
+    temporary.replace(checkpoint)  # so that an interruption never leaves half a checkpoint
 
 
 def restore(checkpoint: Path, network: EvaluationNetwork, optimizer: torch.optim.Adam) -> int:
-    """Put everything back as it was saved; returns the steps that are done."""
+    """Restore everything as it was saved and return the number of finished steps."""
     tensors = load_file(checkpoint)
     for name, value in network.named_parameters():
         value.data.copy_(tensors[name])
-        # The moments in the memory format of their parameter, as Adam makes them.
+        # The moments have the memory format of their parameter, as Adam creates them.
         moments = {key: torch.empty_like(value).copy_(tensors[f"{key}/{name}"]) for key in ADAM_STATE[1:]}
         optimizer.state[value] = {"step": tensors[f"step/{name}"], **moments}
     return int(tensors["steps"])
@@ -143,16 +143,16 @@ def print_scores(network: EvaluationNetwork) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--score", action="store_true", help="score the weights that are there; train nothing")
+    parser.add_argument("--score", action="store_true", help="score the existing weights without training")
     parser.add_argument("--checkpoint", type=Path, default=Path("evaluation-checkpoint.safetensors"))
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="where the trained weights go")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="file for the trained weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if not arguments.score:
         network = train(arguments.checkpoint)
         half = {name: value.detach().half().contiguous() for name, value in network.named_parameters()}
-        how = {"seed": SEED, "steps": STEPS, "batch": BATCH, "peak_lr": PEAK_LR, "data": TRAIN_SETS}
-        save_file(half, arguments.weights, {"training": json.dumps(how)})
+        settings = {"seed": SEED, "steps": STEPS, "batch": BATCH, "peak_lr": PEAK_LR, "data": TRAIN_SETS}
+        save_file(half, arguments.weights, {"training": json.dumps(settings)})
     network = EvaluationNetwork()
     network.load_state_dict(load_file(arguments.weights))
     print_scores(network)

@@ -1,7 +1,7 @@
-"""What closed-form and active attacks recover of batches, and what `gradveil.inspect` notices of an active server.
+"""What closed-form and active attacks recover from batches, and what `gradveil.inspect` notices of an active server.
 
-ranks: which layers the recursion of r-gap cannot pass. imprint: an imprint block before the model; with `inspect`,
-whether a client sees it. planted, zoo, well trained: findings on blocks in disguise and on honest models.
+ranks: which layers the recursion of r-gap cannot pass. imprint: an imprint block before the model and, with `inspect`,
+whether a client detects it. planted, honest: findings on disguised blocks and on models that nobody tampered with.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from gradveil.core.parameters import number
 from gradveil.core.randomness import derived_generator
 from gradveil.models.malicious import Imprint
 from gradveil.theory import recursion_ranks
-from kinds import Row, Session, attacked, build, described, in_order, public_of, trained
+from kinds import Row, Session, attack_row, build, matched_to_originals, public_of, run_attack, run_training
 
 
 @torch.no_grad()
 def rescale(block: Imprint, factors: Tensor) -> None:
-    """Give the encoder's rows sizes that an ordinary layer has; the block computes the same."""
+    """Scale the encoder's rows to the size of an ordinary layer's; the block's output stays the same."""
     factors = factors / factors.mean() * 0.01 / block.encode.weight.abs().mean()
     block.encode.weight.mul_(factors[:, None])
     block.encode.bias.mul_(factors)
@@ -32,7 +32,7 @@ def rescale(block: Imprint, factors: Tensor) -> None:
 @ATTACKS.register("jittered-robbing-the-fed")
 @dataclass(frozen=True, repr=False)
 class Jittered(RobbingTheFed):
-    """Robbing the Fed with rows drawn apart by noise of a relative size, so that they are not seen to be alike."""
+    """Robbing the Fed with noise of a relative size on its rows, so that they do not look parallel."""
 
     jitter: float = number(0.0, low=0)
 
@@ -41,24 +41,24 @@ class Jittered(RobbingTheFed):
         rescale(model.imprint, torch.ones(2 * self.bins))
         weight = model.imprint.encode.weight
         noise = torch.randn(weight.shape, generator=derived_generator(0, "jitter"))
-        # Without a part along the mean image, by which the thresholds would shift.
+        # The noise has no component along the mean image, which would shift the thresholds.
         weight.data += self.jitter * weight.abs().mean() * (noise - noise.mean(1, keepdim=True))
         return task.with_model(model)
 
 
 def imprint(case: Row, session: Session) -> Row:
-    """How many images are recovered (`above` so many dB), and how many of those that the attacker is sure of."""
-    seen, found = attacked(case, session)
-    known, above = seen.case, case["above"]
-    row = described({**case, "each": True}, seen, found)
-    good = torch.tensor(row["psnr"]).view(known.victims.targets.shape) > above
-    certain = in_order(known.victims, found.inputs, found.certain)[1]
-    shares = good.double().view(len(good) * known.victims.clients, -1).mean(1)
+    """How many images are recovered (`above` so many dB), in all and among those that the attacker is certain of."""
+    seen, found = run_attack(case, session)
+    attack_case, above = seen.case, case["above"]
+    row = attack_row({**case, "each": True}, seen, found)
+    good = torch.tensor(row["psnr"]).view(attack_case.victims.targets.shape) > above
+    certain = matched_to_originals(attack_case.victims, found.inputs, found.certain)[1]
+    shares = good.double().view(len(good) * attack_case.victims.clients, -1).mean(1)
     row |= {f"above_{above}_db": good.sum(1).tolist(), f"share_above_{above}_db": shares.tolist()}
-    expected = (1 - 1 / known.attack.bins) ** (known.victims.batch_size - 1)
+    expected = (1 - 1 / attack_case.attack.bins) ** (attack_case.victims.batch_size - 1)
     row |= {"mean_share": float(shares.mean()), "expected_share": expected, "declared_single": int(certain.sum())}
     row[f"of_these_above_{above}_db"] = int((certain & good).sum())
-    return row | ({"findings": findings(known.stage.sent)} if case.get("inspect") else {})
+    return row | ({"findings": findings(attack_case.stage.sent)} if case.get("inspect") else {})
 
 
 def ranks(case: Row, _session: Session) -> Row:
@@ -71,7 +71,7 @@ def findings(task: gradveil.Task) -> list[str]:
 
 
 def planted(case: Row, _session: Session) -> Row:
-    """What is seen of the shipped blocks, and of the same blocks in disguise."""
+    """Findings on the blocks as they are shipped, and on the same blocks in disguise."""
     generator, rows = derived_generator(case["seed"], "inspect"), {}
 
     def sent(model: str, spec: str) -> gradveil.Task:
@@ -99,15 +99,15 @@ def planted(case: Row, _session: Session) -> Row:
 
 
 def honest(case: Row, session: Session) -> Row:
-    """Alarms on models that nobody tampered with: as they are made, if `untrained`, and after trainings."""
+    """False alarms on models that nobody tampered with: the `untrained` ones as created, and others after training."""
     rows = {}
     for name in case.get("untrained", []):
         for init in ("default", "uniform"):
             rows[f"{name}:init={init}"] = findings(build({**case, "model": f"{name}:init={init}"}))
     for settings in case["trainings"]:
-        result = trained({**case, "defense": "none", **settings}, session, part=settings["model"])
-        about = f"{settings['model']} after {len(result.rounds)} rounds, accuracy {result.accuracy:.3f}"
-        rows[about] = findings(result.task)
+        result = run_training({**case, "defense": "none", **settings}, session, part=settings["model"])
+        description = f"{settings['model']} after {len(result.rounds)} rounds, accuracy {result.accuracy:.3f}"
+        rows[description] = findings(result.task)
     return {"findings": rows, "alarms": [name for name, found in rows.items() if found]}
 
 

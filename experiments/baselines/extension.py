@@ -1,4 +1,4 @@
-"""Which policy ATS chooses; the config's defenses name it."""
+"""Finds the policy that ATS chooses, which the config then names in its defenses."""
 
 import gradveil
 from gradveil.core.randomness import derived_generator

@@ -1,11 +1,11 @@
-"""Which noise the server can strip from an update, and what that shows it.
+"""Which noise the server can remove from an update, and what that reveals.
 
-gradveil: noise of an explicit generator on an mlp, a passive server that knows public images. gradveil-in-use: the same
-without a generator. active: the network of examples/flower with silenced units. opacus: its default DP-SGD, the server
-seeing the gradient or the change of weights. flower: the real LocalDpMod around a client that trains one step.
-numpy-laplace: `numpy.random.laplace` added layer by layer; NVFlare's SVT filter calls that function too, but hands its
-draws to coordinates in a random order, which is not emulated here. last-bits: which of a hundred images a dp-sgd update
-was made from, by the regularity of what the right one's gradient leaves of it.
+gradveil: noise from an explicit generator on an mlp; a passive server that knows public images. gradveil-in-use: the
+same without a generator. active: the network of examples/flower with silenced units. opacus: its default DP-SGD, where
+the server sees the gradient or the change of weights. flower: the real LocalDpMod around a client that trains one step.
+numpy-laplace: `numpy.random.laplace` added layer by layer; NVFlare's SVT filter calls that function too, but assigns
+its draws to coordinates in a random order, which is not emulated here. last-bits: which of a hundred images a dp-sgd
+update was made from, judged by the regularity of the noise that is left when an image's gradient is subtracted.
 """
 
 import warnings
@@ -26,10 +26,10 @@ Values = Mapping[str, Tensor]
 
 
 def network_of(case: Row) -> tuple[gradveil.Task, Values]:
-    """A network, and by layer which coordinates the server knows to be 0, numbered by their reason (-1: it does not).
+    """A network, and for each layer the coordinates that the server knows to be 0: a group number, or -1 if unknown.
 
-    An mlp, or with `silenced` units the network of examples/flower, whose zeros an active server made. Where none is
-    silenced, it knows what public images leave at 0.
+    The network is an mlp or, with `silenced` units, that of examples/flower, in which an active server made the zeros.
+    If no unit is silenced, the server knows the coordinates that public images leave at 0.
     """
     task = build({**case, "model": "mlp"})
     if "silenced" in case:
@@ -49,26 +49,26 @@ def victims(count: int) -> tuple[Tensor, Tensor]:
 
 
 def decibels(update: Values, image: Tensor) -> float:
-    """PSNR, without a ceiling, of the image behind a gradient of the first linear layer, as all its units see it."""
+    """PSNR, without a ceiling, of the image that all units of the first linear layer's gradient reveal together."""
     name = next(name for name, value in update.items() if value.dim() == 2 and value.shape[1] == 28 * 28)
     weight, bias = update[name].double(), update[name.replace("weight", "bias")].double()
     found = (weight * bias[:, None]).sum(0) / bias.square().sum()
     return float(-10 * (image.flatten().double() - found.clamp(0, 1)).square().mean().log10())
 
 
-def furthest(ones: Values, others: Values) -> float:
-    return max(float((ones[name].double() - others[name]).abs().max()) for name in others)
+def largest_difference(values: Values, truth: Values) -> float:
+    return max(float((values[name].double() - truth[name]).abs().max()) for name in truth)
 
 
-def attack(update: Values, zeros: Values, source: Any, truth: Values, image: Any = None, **given: Any) -> Row:
-    """Take the noise of a source off an update; `given` are the errors and attempts of `recovery.recover`."""
-    bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, given.get("errors"))[0]
-    found = recovery.recover(update, zeros, source, generator=derived_generator(0, "attack"), **given)
+def attack(update: Values, zeros: Values, source: Any, truth: Values, image: Any = None, **options: Any) -> Row:
+    """Remove the noise of a source from an update; `options` are the errors and attempts of `recovery.recover`."""
+    bits = source.read(update, {name: groups >= 0 for name, groups in zeros.items()}, options.get("errors"))[0]
+    found = recovery.recover(update, zeros, source, generator=derived_generator(0, "attack"), **options)
     names = ("verified", "reason", "equations", "rank", "wrong_zeros")
     row = {name: getattr(found, name) for name in names} | {"attack_seconds": found.seconds}
     row |= {"zeros": sum(int((groups >= 0).sum()) for groups in zeros.values()), "sure_bits": len(bits.values)}
-    row["largest_noise"] = furthest(update, truth)
-    row["largest_rest"] = None if found.update is None else furthest(found.update, truth)
+    row["largest_noise"] = largest_difference(update, truth)
+    row["largest_rest"] = None if found.update is None else largest_difference(found.update, truth)
     if image is not None:
         row["psnr_before"] = decibels(update, image)
         row["psnr_after"] = None if found.update is None else decibels(found.update, image)
@@ -84,15 +84,15 @@ def on_gradveil(case: Row, _session: Session) -> Row:
     (task, zeros), batch, spec = network_of(case), victims(case["batch"]), case["defense"]
     generator = derived_generator(case["seed"], "client") if case.get("draws") != "cryptographic" else None
     update = gradveil.defense(spec).share(task, *batch, generator=generator)
-    name, given = parse_spec(spec)
-    std = given["noise_multiplier"] / case["batch"] if name == "dp-sgd" else given["std"]
+    name, parameters = parse_spec(spec)
+    std = parameters["noise_multiplier"] / case["batch"] if name == "dp-sgd" else parameters["std"]
     source = recovery.TorchLaplace(std / 2**0.5) if name == "laplace-noise" else recovery.TorchNormal(std)
     image = batch[0][0] if case["batch"] == 1 else None
     return attack(update, zeros, source, without_noise(spec, task, batch), image=image, attempts=8)
 
 
 def opacus(case: Row, _session: Session) -> Row:
-    """One step of Opacus' default DP-SGD on 16 images, noise from torch's global generator."""
+    """One step of Opacus' default DP-SGD on 16 images, with noise from torch's global generator."""
     from opacus import PrivacyEngine
     from opacus.data_loader import DataLoader
 
@@ -116,7 +116,7 @@ def opacus(case: Row, _session: Session) -> Row:
         return attack(
             {name: value.grad for name, value in parameters.items()}, zeros, recovery.TorchNormal(1 / 16), clipped
         )
-    # The server subtracts what it sent; a weight is rounded to half the distance of its neighbours.
+    # The server subtracts the weights that it sent; rounding errs by at most half the spacing of a weight.
     after = {name: value.detach() for name, value in parameters.items()}
     change = {name: value - after[name] for name, value in task.parameters.items()}
     truth = {name: value * lr for name, value in clipped.items()}
@@ -134,7 +134,11 @@ def flower(case: Row, _session: Session) -> Row:
     from flwr.clientapp.mod import LocalDpMod
     from flwr.supercore.task_identity import TaskIdentity
 
-    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 1  # a message outside a running app
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = (
+        1,
+        1,
+        1,
+    )  # a message outside a running app needs these
     (task, zeros), batch = network_of(case), victims(1)
     lr, clip, delta = 0.1, 1.0, 1e-5
     gradient = task.gradients(*batch)
@@ -149,8 +153,8 @@ def flower(case: Row, _session: Session) -> Row:
     received = next(iter(reply.content.array_records.values())).to_torch_state_dict()
     std = float(np.sqrt(2 * np.log(1.25 / delta)) / case["epsilon"])
     change = {name: received[name].double() - value.double() for name, value in task.parameters.items()}
-    # The noise is rounded to float32, and then the sum of weight and noise. The first rounding is taken twice as
-    # large as what is seen suggests, since the noise may lie just above a power of two.
+    # First the noise is rounded to float32, then the sum of weight and noise. The bound on the first rounding is twice
+    # what the observed change suggests, because the noise may lie just above a power of two.
     weights, noise = spacing(received), spacing(change)
     errors = {name: weights[name] / 2 + noise[name] for name in change}
     norm = lr * float(torch.cat([value.flatten() for value in gradient.values()]).norm())
@@ -169,10 +173,10 @@ def numpy_laplace(case: Row, _session: Session) -> Row:
 
 
 def last_bits(case: Row, _session: Session) -> Row:
-    """How often the right one of some test images is named, by the angles of Box-Muller pairs.
+    """How often the right one of several test images is identified from the angles of Box-Muller pairs.
 
-    torch draws an angle from one number of 24 bits, so the noise that is left when the right clipped gradient is taken
-    off lies near multiples of 2^-24 turns; any other gradient leaves a distance of .25 on average.
+    torch draws an angle from one number of 24 bits, so subtracting the right clipped gradient leaves noise whose angles
+    lie near multiples of 2^-24 turns; any other gradient leaves an average distance of .25.
     """
     task, layer = build({**case, "model": "mlp"}), "features.1.weight"
     defense = gradveil.defense("dp-sgd", clip=1.0, noise_multiplier=case["multiplier"])

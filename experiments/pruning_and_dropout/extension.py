@@ -1,7 +1,7 @@
-"""Decoys of gradient dropout, publishers that lie, and coordinates that starve.
+"""Decoys of gradient dropout, lying publishers of locations, and starving coordinates.
 
-decoys: how well an attacker tells them from values, layer by layer. starvation: a made-up gradient that stays the same
-but for noise of twice its spread, sent by one client in many rounds.
+decoys: how well an attacker tells decoys from real values, layer by layer. starvation: one client sends, over many
+rounds, an artificial gradient that is constant except for noise of twice its spread.
 """
 
 from collections.abc import Mapping
@@ -24,20 +24,20 @@ from kinds import Row, Session, build, victims_of
 @DEFENSES.register("lying-publisher")
 @dataclass(frozen=True, repr=False)
 class LyingPublisher(AlignedDualPruning):
-    """Aligned dual pruning of which some of ten elected clients publish the locations of their smallest values."""
+    """Aligned dual pruning in which `of_ten` in ten elected clients publish the locations of their smallest values."""
 
     of_ten: int = integer(1, low=0, high=10)
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Any = None) -> Mapping[str, Tensor]:
         own = torch.cat([value.flatten() for value in gradients.values()])
-        draw = derived_generator(0, "liar", float(own.double().sum()))  # the same whenever the round is run again
+        draw = derived_generator(0, "liar", float(own.double().sum()))  # the same if the round is run again
         if float(torch.rand((), generator=draw)) < self.of_ten / 10:
             gradients = {name: 1 / (value.abs() + 1e-30) for name, value in gradients.items()}
         return super().publish(gradients)
 
 
 def decoys(case: Row, _session: Session) -> Row:
-    """Mean area under the curve over the victims, by layer."""
+    """Area under the curve for each layer, averaged over the victims."""
     task, victims, dropout = build(case), victims_of(case), gradveil.defense(case["defense"])
     areas: dict[str, list[float]] = {}
     for victim in range(len(victims)):
@@ -52,7 +52,7 @@ def decoys(case: Row, _session: Session) -> Row:
 
 
 def starvation(case: Row, _session: Session) -> Row:
-    """By round, % of the coordinates that starve and the energy held back; the cosine of all sent to all wanted."""
+    """Starving coordinates (%) and energy held back, by round; the cosine between all that was sent and wanted."""
     values, generator = case["values"], torch.Generator().manual_seed(case["seed"])
     base = torch.randn(values, generator=generator) * torch.rand(values, generator=generator)
     defense, memory = gradveil.defense(case["defense"]), {}
@@ -70,7 +70,7 @@ def starvation(case: Row, _session: Session) -> Row:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """How a training ended."""
+    """The outcome of a training run."""
     if row.get("kind") != "training":
         return {}
     return {"ended": f"diverged in round {row['diverged']}" if row["diverged"] else f"{row['percent_accuracy']:.1f} %"}

@@ -1,4 +1,4 @@
-"""How far refiner's gradient lies from the client's own, refiner without element weights, and its blended start."""
+"""The distance of refiner's gradient from the true one, refiner without element weights, and its blended start."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ from gradveil.audit.cases import Victims
 from gradveil.defenses import DEFENSES
 from gradveil.defenses.refiner import Refiner, layer_numbers
 from gradveil.modality import IMAGE
-from kinds import Row, Session, attacked, build, dataset_of, described, figures
+from kinds import Row, Session, attack_row, build, dataset_of, figures, run_attack
 
 
 @DEFENSES.register("refiner-without-element-weights")
 @dataclass(frozen=True, repr=False)
 class Unweighted(Refiner):
-    """For the ablation: every coordinate of a layer counts alike in the utility metric."""
+    """For the ablation: every coordinate of a layer has the same weight in the utility metric."""
 
     def weights(self, gradients: dict[str, Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
         layers = layer_numbers(gradients)
@@ -27,11 +27,11 @@ class Unweighted(Refiner):
 
 
 def attack(case: Row, session: Session) -> Row:
-    """An attack, with the distance of what was shared from the victim's own gradient."""
-    seen, found = attacked(case, session)
-    row, victims, task = described(case, seen, found), seen.case.victims, seen.case.stage.task
+    """Run an attack, and measure how far the shared gradient lies from the victim's own."""
+    seen, found = run_attack(case, session)
+    row, victims, task = attack_row(case, seen, found), seen.case.victims, seen.case.stage.task
     gradients = [task.gradients(*victims.batches(victim)[0]) for victim in range(len(victims))]
-    norms = [float(torch.cat([value.flatten() for value in one.values()]).norm()) for one in gradients]
+    norms = [float(torch.cat([value.flatten() for value in gradient.values()]).norm()) for gradient in gradients]
     relative = [power**0.5 for power in seen.power]
     row |= {"gradient_norm": norms, "relative_distance": relative}
     row["distance"] = [norm * share for norm, share in zip(norms, relative, strict=True)]
@@ -41,7 +41,7 @@ def attack(case: Row, session: Session) -> Row:
 
 
 def blended_start(case: Row, session: Session) -> Row:
-    """Draw what a search finds from the images themselves, half way to noise, and what it finds from there."""
+    """Draw what the search finds when it starts from the images, and from halfway between the images and noise."""
     images, labels = dataset_of(case).test.batch(range(case["images"]))
     victims, noise = Victims(images[:, None], labels[:, None]), torch.rand(images.shape, generator=torch.manual_seed(0))
     lines = {"image": images, "start": torch.lerp(images, noise, 0.5)}
@@ -56,7 +56,7 @@ def blended_start(case: Row, session: Session) -> Row:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """Whether the paper would call it private."""
+    """Whether the result is private by the paper's thresholds."""
     if row.get("kind") != "attack":
         return {}
     private = row["median_psnr"] < 15 and row["median_ssim"] < 0.5 and row["median_noise_ratio"] > 0.4

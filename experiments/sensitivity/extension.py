@@ -1,8 +1,9 @@
-"""What the sensitivity-driven defenses promise, measured.
+"""Measures what the sensitivity-driven defenses promise.
 
-tradeoff: the optimal defenses against magnitude pruning and uniform noise. bound: attackers of smoothed victims against
-the reconstruction bound. risk: the ranking of layers against that of the brute-force Jacobian. slicing: risk slicing in
-a federation of 100 clients. compensation: of real aggregates, distance and cosine to the clean one.
+tradeoff: the optimal defenses compared with magnitude pruning and uniform noise. bound: attacks on smoothed victims
+compared with the reconstruction bound. risk: the ranking of layers compared with that of the brute-force Jacobian.
+slicing: risk slicing in a federation of 100 clients. compensation: how close compensated aggregates come to the clean
+one, in distance and cosine.
 """
 
 import math
@@ -21,21 +22,21 @@ from gradveil.data import partition
 from gradveil.defenses.risk_slicing import layer_risks
 from gradveil.federation.job import evaluate
 from gradveil.update import weighted_mean
-from kinds import Row, Session, attack, attacked, build, dataset_of, described, public_of, trained, victims_of
+from kinds import Row, Session, attack, attack_row, build, dataset_of, public_of, run_attack, run_training, victims_of
 
 Values = Mapping[str, Tensor]
 
 
 def tradeoff(case: Row, session: Session) -> Row:
-    """What is recovered, U1, U2 and tr J_F at the first weights, and the loss after training."""
+    """What is recovered, U1, U2 and tr J_F at the initial weights, and the loss after training."""
     if "u2_of" in case:
         case = {**case, "defense": noise_of_equal_u2(case)}
-    seen, found = attacked(case, session)
+    seen, found = run_attack(case, session)
     stage, batches = seen.case.stage, batches_of(seen.case.victims)
     draws = derived_generator(case["seed"], "u2")
     use = theory.usefulness(stage.task, batches, stage.defense, draws=32, generator=draws)
-    result = trained(case, session)
-    row = described(case, seen, found) | {"defense": str(stage.defense), "u1": use.u1, "u2": use.u2}
+    result = run_training(case, session)
+    row = attack_row(case, seen, found) | {"defense": str(stage.defense), "u1": use.u1, "u2": use.u2}
     row["data_information"] = data_information(stage.task, batches, stage.defense, case["seed"])
     row |= {"train_loss": evaluate(result.task, dataset_of(case).train)[1], "test_accuracy": result.accuracy}
     return row | {"history": result.history, "round_seconds": result.round_seconds}
@@ -46,7 +47,7 @@ def batches_of(victims: Victims) -> list[Batch]:
 
 
 def noise_of_equal_u2(case: Row) -> str:
-    """Uniform noise of variance v has U2 = -v |g|^2."""
+    """The spec of the uniform noise that has the same U2: noise of variance v has U2 = -v |g|^2."""
     task, batches, other = build(case), batches_of(victims_of(case)), gradveil.defense(case["u2_of"])
     u2 = theory.usefulness(task, batches, other, draws=64, generator=derived_generator(case["seed"], "u2")).u2
     squared = fmean(float(flat(task.gradients(*batch)).square().sum()) for batch in batches)
@@ -54,7 +55,7 @@ def noise_of_equal_u2(case: Row) -> str:
 
 
 def data_information(task: gradveil.Task, batches: list[Batch], defense: gradveil.Defense, seed: int) -> float | None:
-    """Mean of sum s^2 / variance; for optimal noise with the variance of its local form, which the bound leaves out."""
+    """Mean of sum s^2 / variance; for optimal noise, the variance of its local form, which the bound leaves out."""
     if defense.name not in ("gaussian-noise", "optimal-noise"):
         return None
     total = []
@@ -62,7 +63,7 @@ def data_information(task: gradveil.Task, batches: list[Batch], defense: gradvei
         s2 = task.sensitivity(*batch, 40, generator=derived_generator(seed, "information", number))
         variance: Mapping[str, float | Tensor] = dict.fromkeys(s2, defense.std**2)
         if defense.name == "optimal-noise":
-            # Another estimate than s2: with the same one the sum would be biased low.
+            # This must not be the estimate s2: with the same one the sum would be biased low.
             drawn = task.sensitivity(*batch, 10, generator=derived_generator(seed, "share", number))
             variance = defense.variance(drawn, {name: g.square() for name, g in task.gradients(*batch).items()})
         total.append(sum(theory.reconstruction.information(s2[name], variance[name]) for name in s2))
@@ -70,11 +71,11 @@ def data_information(task: gradveil.Task, batches: list[Batch], defense: gradvei
 
 
 def bound(case: Row, _session: Session) -> Row:
-    """Smoothed images under uniform noise: attackers against the bound.
+    """Attack smoothed images under uniform noise and compare the errors with the bound.
 
-    The noise makes tr J_F `share` times the prior's n / tau^2, so the bound is tau^2 / (1 + share) a value. The last
-    attacker is given the image before smoothing and inverts the linearised gradient as Bayes would: nobody who sees
-    one update can do much better.
+    The noise makes tr J_F `share` times the prior's n / tau^2, so the bound is tau^2 / (1 + share) per value. The last
+    attacker is given the image before smoothing and computes the posterior mean for the linearised gradient: nobody who
+    sees one update can do much better.
     """
     tau, task, clean = theory.reconstruction.SMOOTHING, build(case).to(torch.float64), victims_of(case)
     images, labels = clean.inputs.double(), clean.targets
@@ -104,7 +105,7 @@ def bound(case: Row, _session: Session) -> Row:
 
 
 def bayes(task: gradveil.Task, start: Tensor, label: Tensor, update: Values, noise: float, prior: float) -> Tensor:
-    """The posterior mean of x - start, of variance `prior`, if the gradient were linear around `start`."""
+    """The posterior mean of x - start, with prior variance `prior`, if the gradient were linear around `start`."""
     basis = torch.eye(start.numel(), dtype=start.dtype)
 
     def response(direction: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def bayes(task: gradveil.Task, start: Tensor, label: Tensor, update: Values, noi
 
 
 def risk(case: Row, _session: Session) -> Row:
-    """The layers by their estimated risk and by that of the brute-force Jacobian, on the same public images."""
+    """Rank the layers by estimated risk and by that of the brute-force Jacobian, on the same public images."""
     task = build(case)
     inputs, labels = (tensor[: case["examples"]] for tensor in public_of(case, task))
     estimate = layer_risks(task, inputs, labels, generator=derived_generator(case["seed"], "risk"))
@@ -130,8 +131,8 @@ def risk(case: Row, _session: Session) -> Row:
 
 
 def slicing(case: Row, session: Session) -> Row:
-    """A federated training, then attacks on another network."""
-    result = trained(case, session)
+    """Run a federated training, then attacks on another network."""
+    result = run_training(case, session)
     row = {name: getattr(result, name) for name in ("accuracy", "history", "round_seconds", "diverged")}
     for spec in case["attacks"]:
         found = attack({**case, "attack": spec, "model": case["attacked_model"]}, session)
@@ -140,7 +141,7 @@ def slicing(case: Row, session: Session) -> Row:
 
 
 def compensation(case: Row, _session: Session) -> Row:
-    """Ten clients with 20 images of two classes each: what compensation makes of their mean."""
+    """What compensation does to the mean update of ten clients with 20 images of two classes each."""
     task, train, seed = build(case), dataset_of(case).train, case["seed"]
     generator = derived_generator(seed, "prepare")
     defense, _ = gradveil.defense(case["defense"]).prepare(task, public=public_of(case, task), generator=generator)
@@ -152,7 +153,7 @@ def compensation(case: Row, _session: Session) -> Row:
     noise = {name: noisy[name] - value for name, value in goal.items()}
     left = flat(gradveil.compensate(noise, variance)).square().sum() / flat(noise).square().sum()
     results = {"before": noisy, "after": gradveil.compensate(noisy, variance)}
-    results["paper"] = gradveil.compensate(noisy, variance * len(sent) ** 2)  # that of a sum
+    results["paper"] = gradveil.compensate(noisy, variance * len(sent) ** 2)  # the variance of a sum
     distance = {name: float((flat(value) - flat(goal)).norm()) for name, value in results.items()}
     cosine = {name: float(torch.cosine_similarity(flat(value), flat(goal), 0)) for name, value in results.items()}
     paper = {"distance": distance.pop("paper"), "cosine": cosine.pop("paper")}
@@ -165,7 +166,7 @@ def flat(update: Values) -> Tensor:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """PSNR by attack."""
+    """The PSNR of each attack."""
     return {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
 
 

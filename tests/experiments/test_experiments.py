@@ -216,14 +216,14 @@ def test_a_training_goes_on_from_its_checkpoint(finished, tmp_path):
     row = kinds.training(short, kinds.Session(tmp_path, lambda done, *_: seen.append(done)))
     assert min(seen) > 1
     before = next(row for row in read(finished) if row["name"] == case["name"])
-    assert run.plain(row)["losses"] == before["losses"]
-    assert run.plain(row)["history"] == before["history"]
+    assert run.json_ready(row)["losses"] == before["losses"]
+    assert run.json_ready(row)["history"] == before["history"]
 
 
 def test_the_embedded_digits_are_no_data_for_kept_rows(tmp_path, capsys):
     kept = run.Experiment(write(tmp_path / "kept", SMALL))
     assert kept.run(only="guess") == 1
-    assert "refused: the rows are of more data than the embedded digits" in capsys.readouterr().out
+    assert "refused: kept rows need more data than the embedded digits" in capsys.readouterr().out
     assert not (tmp_path / "kept" / "results.jsonl").exists()
 
 
@@ -243,7 +243,7 @@ def test_two_cases_of_one_name_are_refused(tmp_path):
 
 
 def test_figures_are_finite_and_short():
-    assert run.plain({"a": [1 / 3, float("nan"), (float("inf"), 2)], "b": {"c": 1e-20}}) == {
+    assert run.json_ready({"a": [1 / 3, float("nan"), (float("inf"), 2)], "b": {"c": 1e-20}}) == {
         "a": [0.333333, None, [None, 2]],
         "b": {"c": 1e-20},
     }

@@ -1,4 +1,4 @@
-"""Makes audit folders that look like real ones: digits, noisy copies, metrics computed from both."""
+"""Creates audit folders that look like real ones: digits, noisy copies, and metrics computed from both."""
 
 import json
 import math
@@ -36,7 +36,7 @@ TWO_ATTACKS: list[Method] = [
 
 
 class AuditFolder:
-    """A folder whose config and rows a test may change before they are written."""
+    """The draft of an audit folder: a test may change its config and rows before it is written."""
 
     def __init__(
         self, folder: Path, defenses: Sequence[Method], attacks: Sequence[Method], victims: int, seed: int
@@ -161,11 +161,11 @@ class AuditFolder:
         ]
 
     def write(self) -> Path:
-        """Write everything as an audit does, with all that follows from the rest, and return the folder."""
+        """Write everything as an audit does, with all derived values, and return the folder."""
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
-        sizes = self.config["batch_size"] * self.config["aggregated"]
+        examples = self.config["batch_size"] * self.config["aggregated"]
         for name, pixels in self.images.items():
-            strip = np.tile(pixels, (1, sizes)) if pixels.shape == (28, 28) else pixels
+            strip = np.tile(pixels, (1, examples)) if pixels.shape == (28, 28) else pixels
             Image.fromarray(np.uint8(np.round(255 * np.clip(strip, 0, 1)))).save(self.folder / name)
         config = self.complete_config()
         write_json(self.folder / "config.json", config)
@@ -184,7 +184,7 @@ class AuditFolder:
         pairs = [[row["defense_spec"], row["attack_spec"]] for row in self.results if row["adaptive"]]
         config.setdefault("generic", [])
         config.setdefault("caveats", {})
-        config.setdefault("adapted", [pair for place, pair in enumerate(pairs) if pair not in pairs[:place]])
+        config.setdefault("adapted", [pair for index, pair in enumerate(pairs) if pair not in pairs[:index]])
         if isinstance(config["victims"], int):
             images = config["batch_size"] * config["aggregated"]
             config.setdefault("victim_labels", [[victim * 3 % 10] * images for victim in range(config["victims"])])
@@ -192,16 +192,16 @@ class AuditFolder:
         return sealed(config)
 
     def _complete(self, row: dict[str, Any], name: str, config: dict[str, Any]) -> dict[str, Any]:
-        """The row as this audit writes it; what a test has put there stays."""
-        own = {"audit": config["digest"]}
+        """The row as this audit writes it; values that a test has set are kept."""
+        derived = {"audit": config["digest"]}
         if name == "results.jsonl":
-            own |= {key: config[key] for key in ("dataset", "model", "seed", "batch_size", "aggregated")}
+            derived |= {key: config[key] for key in ("dataset", "model", "seed", "batch_size", "aggregated")}
             blind = row["attack"] == "blind-guess"
-            own |= {
+            derived |= {
                 "image_digest": self._digest(row["image"]),
                 "original_digest": self._digest(f"images/original-v{row['victim']}.png") if blind else None,
             }
-        return sealed({**own, **row})
+        return sealed({**derived, **row})
 
     def _digest(self, name: Any) -> str | None:
         path = self.folder / str(name)
@@ -216,7 +216,7 @@ def _digit(value: int) -> np.ndarray:
 
 
 def twenty_defenses() -> list[Method]:
-    """The undefended run and nineteen defenses, several of them close together."""
+    """No defense and nineteen defenses, several of them close together."""
     noises = [
         ("gaussian-noise", {"std": float(f"{10 ** (-index / 2):.1g}")}, max(0.0, 1 - index / 6)) for index in range(7)
     ]
@@ -229,7 +229,7 @@ def twenty_defenses() -> list[Method]:
 
 @pytest.fixture
 def make_audit(tmp_path: Path) -> Callable[..., AuditFolder]:
-    """`make_audit(defenses=..., attacks=..., victims=...)` makes a folder that is not written yet."""
+    """`make_audit(defenses=..., attacks=..., victims=...)` returns the draft of a folder, not written yet."""
 
     def make(
         defenses: Sequence[Method] | None = None,

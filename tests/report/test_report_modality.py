@@ -1,4 +1,4 @@
-"""A report on something that is no image: numbers of one's own, scored by a distance of which less is closer."""
+"""A report on inputs that are not images: meter readings, scored by a distance of which lower is closer."""
 
 import html
 import io
@@ -37,7 +37,7 @@ SETTINGS = {
 
 @pytest.fixture
 def meters(monkeypatch):
-    """A modality and its metric, registered for the time of a test."""
+    """A modality and its metric, registered for the duration of a test."""
     monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     monkeypatch.setattr(METRICS, "_metrics", dict(METRICS._metrics))
 
@@ -216,12 +216,12 @@ def test_the_page_speaks_of_what_it_is_about(folder):
     assert "has a distance of at most 0.1, half of the blind guess's" in words
     assert "Distance of the strongest attack, kW ←" in words
     assert "0.1 kW threshold" in words
-    assert "as anyone could guess them from the usual reading" in words
+    assert "as anyone could guess them (the usual reading)" in words
     assert re.search(r"None of the 8\s+trust flags\s+is raised", words)  # no second metric could disagree
     assert page.count('src="data:image/png;base64,') == 2 * 8 * 4
 
 
 def test_pictures_of_another_size_than_the_modality_renders_are_refused(folder, meters, monkeypatch):
     monkeypatch.setattr(type(meters), "rendered_size", lambda *_: (30, 8))
-    with pytest.raises(DataError, match="it must have 30 x 8 pixels and has 30 x 7"):
+    with pytest.raises(DataError, match="it must have 30 x 8 pixels but has 30 x 7"):
         report.write(folder)

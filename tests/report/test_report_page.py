@@ -1,4 +1,4 @@
-"""The page as a browser gets it: nothing from outside, nothing unescaped, everything in its place."""
+"""The page as a browser gets it: nothing is loaded from outside, nothing is unescaped, everything is in place."""
 
 import base64
 import json
@@ -19,7 +19,7 @@ VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
 
 class Page(HTMLParser):
-    """Every start tag with its attributes, and whether the tags nest."""
+    """Collects every start tag with its attributes and checks that tags nest."""
 
     def __init__(self, text):
         super().__init__()
@@ -60,8 +60,8 @@ class Page(HTMLParser):
         return " ".join(" ".join(self.words).split())
 
 
-def page_of(made):
-    return Page(report.write(made.write()).read_text())
+def page_of(draft):
+    return Page(report.write(draft.write()).read_text())
 
 
 def test_write_leaves_the_page_and_the_sheet_and_nothing_else(make_audit):
@@ -102,9 +102,9 @@ def test_a_link_in_place_of_the_unfinished_page_is_not_followed(make_audit, tmp_
 
 
 def test_nothing_comes_from_outside(make_audit):
-    made = make_audit()
-    made.config["dataset_source"] = "https://example.org/mnist"
-    page = page_of(made)
+    draft = make_audit()
+    draft.config["dataset_source"] = "https://example.org/mnist"
+    page = page_of(draft)
     for tag, attributes in page.tags:
         for key in ("src", "href", "srcset", "poster", "action", "data", "xlink:href"):
             assert re.match(r"(data:|#|$)", attributes.get(key) or ""), (tag, key, attributes[key])
@@ -127,8 +127,8 @@ HOSTILE = "<script>alert('&quot;')</script>\"><img src=x onerror=alert(1)>`"
 
 
 def test_hostile_names_are_text(make_audit):
-    made = make_audit(defenses=[("none", {}, 0.0), (HOSTILE.replace(":", ""), {}, 0.5)], attacks=[(HOSTILE, {}, 0.01)])
-    made.config.update(
+    draft = make_audit(defenses=[("none", {}, 0.0), (HOSTILE.replace(":", ""), {}, 0.5)], attacks=[(HOSTILE, {}, 0.01)])
+    draft.config.update(
         {
             "classes": [HOSTILE] * 10,
             "dataset": HOSTILE,
@@ -137,7 +137,7 @@ def test_hostile_names_are_text(make_audit):
             "dataset_source": HOSTILE,
         }
     )
-    page = page_of(made)
+    page = page_of(draft)
     assert len(page.all("script")) == 1
     assert "alert" not in page.inline["script"]
     assert all("onerror" not in attributes for _, attributes in page.tags)
@@ -146,17 +146,17 @@ def test_hostile_names_are_text(make_audit):
 
 
 def test_the_picture_shows_every_image_unchanged(make_audit):
-    made = make_audit()
-    page = page_of(made)
+    draft = make_audit()
+    page = page_of(draft)
     shown = {base64.b64decode(image["src"].partition(",")[2]) for image in page.all("img")}
-    assert shown == {(made.folder / name).read_bytes() for name in made.images}
+    assert shown == {(draft.folder / name).read_bytes() for name in draft.images}
     assert all(image["alt"] for image in page.all("img"))
 
 
 def test_a_leak_is_marked_by_more_than_colour(make_audit):
-    made = make_audit()
-    page = page_of(made)
-    leaks = sum(row["leaked"] for row in made.rows())
+    draft = make_audit()
+    page = page_of(draft)
+    leaks = sum(row["leaked"] for row in draft.rows())
     cells = page.all("td", **{"class": "leaked"})
     assert len(cells) == leaks > 0
     assert all(", leaked" in cell["title"] for cell in cells)
@@ -165,15 +165,15 @@ def test_a_leak_is_marked_by_more_than_colour(make_audit):
 
 def test_only_the_first_victims_are_shown_and_that_is_said(make_audit):
     page = page_of(make_audit(victims=15))
-    assert "Shown are the first 12 of 15 victims" in page.text
+    assert "Only the first 12 of 15 victims are shown" in page.text
     assert "15 of 15" in page.text
 
 
 def test_the_rule_the_command_and_the_facts_are_there(make_audit):
-    made = make_audit()
-    text = page_of(made).text
+    draft = make_audit()
+    text = page_of(draft).text
     assert "PSNR of at least 15 dB or SSIM of at least 0.5, and a PSNR at least 2 dB above the blind guess" in text
-    assert command_line(made.config) in text
+    assert command_line(draft.config) in text
     assert "input shape 1, 28, 28" in text
     assert "parameters 14,394" in text
     assert "lpips yes" in text
@@ -181,10 +181,10 @@ def test_the_rule_the_command_and_the_facts_are_there(make_audit):
 
 
 def test_headings_are_buttons_and_values_are_sortable(make_audit):
-    made = make_audit()
-    for row in made.rows("top-k"):
+    draft = make_audit()
+    for row in draft.rows("top-k"):
         row["lpips"] = None
-    text = report.write(made.write()).read_text()
+    text = report.write(draft.write()).read_text()
     page = Page(text)
     headings = page.all("th", **{"aria-sort": "none"})
     assert len(headings) == len(page.all("button", type="button")) == 9 + 8 + 6  # attacks, cost, ranking
@@ -205,9 +205,9 @@ def test_raised_flags_stand_above_the_verdict_and_lead_to_their_meaning(make_aud
 
 
 def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
-    made = make_audit()
-    made.results += [{**row, "adaptive": True} for row in made.rows("top-k", "idlg")]
-    page = page_of(made)
+    draft = make_audit()
+    draft.results += [{**row, "adaptive": True} for row in draft.rows("top-k", "idlg")]
+    page = page_of(draft)
     assert len(page.all("tr", **{"class": "adaptive"})) == 1
     assert re.search(r"top-k: keep=0.2 median .*? adaptive attacker median", page.text)
     assert any(image["alt"].startswith("top-k:keep=0.2, adaptive attacker, victim 0") for image in page.all("img"))
@@ -215,14 +215,14 @@ def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
 
 
 def test_matched_defenses_are_shown_with_their_price(make_audit):
-    made = make_audit()
+    draft = make_audit()
     found = {"gaussian-noise:std=0.1": "gaussian-noise:std=0.3", "top-k:keep=0.2": None}
-    for row in [*made.results, *made.utility]:
+    for row in [*draft.results, *draft.utility]:
         row["defense_spec"] = found.get(row["defense_spec"], row["defense_spec"])
-    made.results = [row for row in made.results if row["defense"] != "top-k"]
-    made.utility = [row for row in made.utility if row["defense"] != "top-k"]
-    made.config["match"] = "accuracy=0.95"
-    made.matches = [
+    draft.results = [row for row in draft.results if row["defense"] != "top-k"]
+    draft.utility = [row for row in draft.utility if row["defense"] != "top-k"]
+    draft.config["match"] = "accuracy=0.95"
+    draft.matches = [
         {
             "asked": asked,
             "found": spec,
@@ -235,8 +235,8 @@ def test_matched_defenses_are_shown_with_their_price(make_audit):
         }
         for asked, spec in found.items()
     ]
-    made.matches[1]["reason"] = "top-k does not cost accuracy=0.95 at any strength"
-    page = page_of(made)
+    draft.matches[1]["reason"] = "top-k does not cost accuracy=0.95 at any strength"
+    page = page_of(draft)
     assert "keeps 95 % of the undefended accuracy (PMM), to within 1 %" in page.text
     assert "Left out: top-k does not cost accuracy=0.95 at any strength." in page.text
     assert "not complete" not in page.text
@@ -247,10 +247,10 @@ def test_matched_defenses_are_shown_with_their_price(make_audit):
 
 def test_strengths_of_one_defense_are_joined_and_what_is_beaten_is_grey(make_audit):
     noises = [("gaussian-noise", {"std": std}, strength) for std, strength in ((0.1, 0.3), (0.2, 0.6), (0.3, 0.9))]
-    made = make_audit(defenses=[("none", {}, 0.0), *noises, ("top-k", {"keep": 0.2}, 0.2)], victims=8)
-    for row, pmm in zip(made.utility, (1.0, 0.98, 0.95, 0.9, 0.7), strict=True):
+    draft = make_audit(defenses=[("none", {}, 0.0), *noises, ("top-k", {"keep": 0.2}, 0.2)], victims=8)
+    for row, pmm in zip(draft.utility, (1.0, 0.98, 0.95, 0.9, 0.7), strict=True):
         row["pmm"] = pmm
-    page = page_of(made)
+    page = page_of(draft)
     assert len(page.all("polyline", **{"class": "family"})) == 2  # one in each chart
     beaten = [a["data-label"] for _, a in page.tags if "dominated" in a.get("class", "").split()]
     assert beaten == ["top-k:keep=0.2"] * 2
@@ -265,9 +265,11 @@ def test_every_defense_has_a_point_in_both_charts(make_audit):
 
 
 def test_a_defense_without_cost_is_named_below_the_chart(make_audit):
-    made = make_audit()
-    made.utility = [row for row in made.utility if row["defense"] != "top-k"]
-    assert re.search(r"Not shown, since an attack or the training is missing: top-k:keep=0.2 ?\.", page_of(made).text)
+    draft = make_audit()
+    draft.utility = [row for row in draft.utility if row["defense"] != "top-k"]
+    assert re.search(
+        r"Not shown, because an attack or the training is missing: top-k:keep=0.2 ?\.", page_of(draft).text
+    )
 
 
 def test_an_audit_that_only_began_has_a_page(make_audit):
@@ -313,10 +315,10 @@ def test_tables_sort_in_a_browser(make_audit, tmp_path):
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("needs the program chromium")
-    made = make_audit()
-    for row in made.rows("top-k"):
+    draft = make_audit()
+    for row in draft.rows("top-k"):
         row["lpips"] = None
-    path = report.write(made.write())
+    path = report.write(draft.write())
     probe = tmp_path / "probe.html"
     probe.write_text(path.read_text().replace("</body>", f"{PROBE}</body>"))
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"

@@ -1,11 +1,11 @@
-"""The contact sheet, looked at pixel by pixel."""
+"""The contact sheet, checked pixel by pixel."""
 
 import numpy as np
 import pytest
 from PIL import Image, ImageColor
 
 from gradveil.core.errors import DataError
-from gradveil.report._picture import LEAK, MOST_VICTIMS, WIDTH, overview
+from gradveil.report._picture import LEAK, MAX_VICTIMS, WIDTH, overview
 from gradveil.report.read import read
 
 
@@ -36,23 +36,23 @@ def test_the_originals_are_there_enlarged_without_smoothing(make_audit):
 
 
 def test_the_reconstructions_of_the_strongest_attack_are_there(make_audit):
-    made = make_audit(defenses=[("none", {}, 0.0)])
-    folder = made.write()
+    draft = make_audit(defenses=[("none", {}, 0.0)])
+    folder = draft.write()
     sheet = overview(read(folder))
-    shown = {row["attack"]: find(sheet, Image.open(folder / row["image"]), 7) for row in made.rows()}
+    shown = {row["attack"]: find(sheet, Image.open(folder / row["image"]), 7) for row in draft.rows()}
     assert shown == {"idlg": True, "inverting-gradients": False}
 
 
 def test_every_leak_has_a_frame(make_audit):
-    made = make_audit()
-    for row in made.rows():
+    draft = make_audit()
+    for row in draft.rows():
         row["leaked"] = False
-    without = frame_pixels(overview(read(made.write())))
-    made.rows("none", "idlg")[0]["leaked"] = True
-    one = frame_pixels(overview(read(made.write())))
-    for row in made.rows("none", "idlg"):
+    without = frame_pixels(overview(read(draft.write())))
+    draft.rows("none", "idlg")[0]["leaked"] = True
+    one = frame_pixels(overview(read(draft.write())))
+    for row in draft.rows("none", "idlg"):
         row["leaked"] = True
-    four = frame_pixels(overview(read(made.write())))
+    four = frame_pixels(overview(read(draft.write())))
     assert without == 0
     assert one > 4 * 7 * 196
     assert four > one + 3 * 4 * 7 * 196
@@ -64,7 +64,7 @@ def test_the_sheet_grows_with_the_defenses_and_keeps_its_width(make_audit, many_
     assert six.width <= WIDTH
     assert twenty.width <= WIDTH
     assert twenty.height > 2.5 * six.height
-    assert MOST_VICTIMS < 20
+    assert MAX_VICTIMS < 20
 
 
 def test_long_labels_do_not_push_the_images_out(make_audit):
@@ -74,23 +74,23 @@ def test_long_labels_do_not_push_the_images_out(make_audit):
 
 
 def test_a_batch_is_a_strip_that_fits(make_audit):
-    made = make_audit(defenses=[("none", {}, 0.0)], victims=4)
-    made.config["batch_size"] = 16
-    made.images = {name: np.tile(pixels, (1, 16)) for name, pixels in made.images.items()}
-    assert overview(read(made.write())).width <= WIDTH
+    draft = make_audit(defenses=[("none", {}, 0.0)], victims=4)
+    draft.config["batch_size"] = 16
+    draft.images = {name: np.tile(pixels, (1, 16)) for name, pixels in draft.images.items()}
+    assert overview(read(draft.write())).width <= WIDTH
 
 
 def test_an_audit_that_only_began_shows_the_originals(make_audit):
-    made = make_audit()
-    made.results = [row for row in made.results if row["attack"] == "blind-guess"]  # they come first
-    folder = made.write()
+    draft = make_audit()
+    draft.results = [row for row in draft.results if row["attack"] == "blind-guess"]  # which come first
+    folder = draft.write()
     assert find(overview(read(folder)), Image.open(folder / "images/original-v1.png"), 7)
 
 
 def test_missing_images_leave_a_gap(make_audit):
-    made = make_audit()
-    made.images.clear()
-    assert overview(read(made.write())).height > 400
+    draft = make_audit()
+    draft.images.clear()
+    assert overview(read(draft.write())).height > 400
 
 
 def test_a_broken_image_is_refused_by_name(make_audit):
@@ -102,7 +102,7 @@ def test_a_broken_image_is_refused_by_name(make_audit):
 
 @pytest.mark.parametrize("name", ["../secret.png", "/etc/hostname"])
 def test_an_image_outside_the_folder_is_refused(make_audit, name):
-    made = make_audit()
-    made.rows("none", "idlg")[0]["image"] = name
+    draft = make_audit()
+    draft.rows("none", "idlg")[0]["image"] = name
     with pytest.raises(DataError, match="'image' must be a path images/NAME.png"):
-        overview(read(made.write()))
+        overview(read(draft.write()))

@@ -13,10 +13,10 @@ from gradveil.report.read import read
 
 
 def test_a_whole_audit_is_read_as_it_was_asked_for(make_audit):
-    made = make_audit()
-    audit = read(made.write())
-    assert list(audit.defenses) == made.config["defenses"]
-    assert [attack.words for attack in audit.attacks] == made.config["attacks"]
+    draft = make_audit()
+    audit = read(draft.write())
+    assert list(audit.defenses) == draft.config["defenses"]
+    assert [attack.words for attack in audit.attacks] == draft.config["attacks"]
     assert len(audit.attempts) == 6 * 2 * 4
     assert len(audit.blind) == 4
     assert set(audit.utility) == set(audit.defenses)
@@ -26,10 +26,10 @@ def test_a_whole_audit_is_read_as_it_was_asked_for(make_audit):
 
 
 def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_audit):
-    made = make_audit(attacks=[("idlg", {"iterations": 100}, 0.02)])
-    adaptive = [{**row, "adaptive": True} for row in made.rows(defense="top-k")]
-    made.results += adaptive
-    audit = read(made.write())
+    draft = make_audit(attacks=[("idlg", {"iterations": 100}, 0.02)])
+    adaptive = [{**row, "adaptive": True} for row in draft.rows(defense="top-k")]
+    draft.results += adaptive
+    audit = read(draft.write())
     assert [attack.words for attack in audit.attacks] == ["idlg:iterations=100", "idlg:iterations=100 (adaptive)"]
     assert audit.short(audit.attacks[1]) == "idlg (adaptive)"
     assert len(audit.without_defense(audit.attacks[1])) == 4
@@ -37,16 +37,16 @@ def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_a
 
 
 def test_short_names_keep_the_parameters_that_tell_two_attacks_apart(make_audit):
-    made = make_audit(attacks=[("idlg", {"iterations": 1}, 0.9), ("idlg", {"iterations": 100}, 0.0)])
-    audit = read(made.write())
+    draft = make_audit(attacks=[("idlg", {"iterations": 1}, 0.9), ("idlg", {"iterations": 100}, 0.0)])
+    audit = read(draft.write())
     assert [audit.short(attack) for attack in audit.attacks] == ["idlg:iterations=1", "idlg:iterations=100"]
 
 
 def test_missing_rows_are_named(make_audit):
-    made = make_audit()
-    made.results.remove(made.rows("top-k", "idlg")[2])
-    made.utility = [row for row in made.utility if row["defense"] != "top-k"]
-    audit = read(made.write())
+    draft = make_audit()
+    draft.results.remove(draft.rows("top-k", "idlg")[2])
+    draft.utility = [row for row in draft.utility if row["defense"] != "top-k"]
+    audit = read(draft.write())
     assert audit.missing_attempts() == [("top-k:keep=0.2", MethodId("idlg:iterations=100"), 2)]
     assert audit.missing_utility() == ["top-k:keep=0.2"]
 
@@ -117,20 +117,20 @@ def test_a_broken_line_is_refused_with_its_number(make_audit):
     ],
 )
 def test_a_wrong_value_is_refused_by_name(make_audit, key, value, message):
-    made = make_audit()
-    made.rows()[0][key] = value
-    made.config["adapted"] = []
+    draft = make_audit()
+    draft.rows()[0][key] = value
+    draft.config["adapted"] = []
     with pytest.raises(DataError, match=message):
-        read(made.write())
+        read(draft.write())
 
 
 def test_a_missing_value_is_refused_by_name(make_audit):
-    made = make_audit()
-    del made.utility[1]["accuracy"]
+    draft = make_audit()
+    del draft.utility[1]["accuracy"]
     with pytest.raises(
         DataError, match=r"utility.jsonl line 2: 'accuracy' must be a finite number from 0 to 1, got nothing"
     ):
-        read(made.write())
+        read(draft.write())
 
 
 def test_a_line_that_is_no_object_is_refused(make_audit):
@@ -141,10 +141,10 @@ def test_a_line_that_is_no_object_is_refused(make_audit):
 
 
 def test_a_row_that_is_there_twice_is_refused(make_audit):
-    made = make_audit()
-    made.results.append(made.rows("top-k", "idlg")[1])
+    draft = make_audit()
+    draft.results.append(draft.rows("top-k", "idlg")[1])
     with pytest.raises(DataError, match=r"two rows for \(top-k:keep=0.2, idlg:iterations=100, False, 1\)"):
-        read(made.write())
+        read(draft.write())
 
 
 def test_a_folder_without_config_is_no_audit(tmp_path):
@@ -173,12 +173,12 @@ def test_a_folder_without_config_is_no_audit(tmp_path):
     ],
 )
 def test_a_wrong_config_is_refused(make_audit, key, value, message):
-    made = make_audit()
-    config = {**made.complete_config(), key: value}
-    made.write()
-    (made.folder / "config.json").write_text(json.dumps(config))
+    draft = make_audit()
+    config = {**draft.complete_config(), key: value}
+    draft.write()
+    (draft.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=message):
-        read(made.folder)
+        read(draft.folder)
 
 
 @pytest.mark.parametrize(
@@ -204,21 +204,21 @@ def test_a_wrong_config_is_refused(make_audit, key, value, message):
     ],
 )
 def test_what_the_report_is_to_believe_of_methods_and_metrics_is_checked(make_audit, key, value, message):
-    made = make_audit()
-    made.config[key] = value
+    draft = make_audit()
+    draft.config[key] = value
     with pytest.raises(DataError, match=message):
-        read(made.write())
+        read(draft.write())
 
 
 @pytest.mark.parametrize(("version", "got"), [(1, "1"), (99, "99"), ("2", "'2'"), (None, "'none'"), (True, "True")])
 def test_another_version_is_refused_by_its_number(make_audit, version, got):
-    made = make_audit()
-    made.config["version"] = version
+    draft = make_audit()
+    draft.config["version"] = version
     if version is None:
-        del made.config["version"]  # as before there were versions
+        del draft.config["version"]  # as in folders older than the version key
     message = rf"config.json: expected an audit folder of version {VERSION}, got {got}; run the audit again"
     with pytest.raises(DataError, match=message):
-        read(made.write())
+        read(draft.write())
 
 
 def test_everything_is_read_once(make_audit, monkeypatch):
@@ -243,13 +243,13 @@ def test_everything_is_read_once(make_audit, monkeypatch):
 
 @pytest.mark.parametrize("key", ["gradveil", "adapted", "seed", "digest"])
 def test_a_config_without_a_key_is_refused(make_audit, key):
-    made = make_audit()
-    config = made.complete_config()
+    draft = make_audit()
+    config = draft.complete_config()
     del config[key]
-    made.write()
-    (made.folder / "config.json").write_text(json.dumps(config))
+    draft.write()
+    (draft.folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DataError, match=f"config.json: '{key}' must be .* got nothing"):
-        read(made.folder)
+        read(draft.folder)
 
 
 def test_a_number_that_was_changed_to_another_plausible_one_is_found(make_audit):
@@ -268,12 +268,12 @@ def test_a_number_that_was_changed_to_another_plausible_one_is_found(make_audit)
 
 
 def test_rows_of_another_audit_are_refused(make_audit):
-    """Two audits that differ in nothing that a row says."""
+    """Two audits whose rows look alike."""
     folder = make_audit().write()
     ours = (folder / "results.jsonl").read_text()
-    made = make_audit()
-    made.config["data_digest"] = "f" * 16
-    theirs = (made.write() / "results.jsonl").read_text().splitlines(keepends=True)
+    draft = make_audit()
+    draft.config["data_digest"] = "f" * 16
+    theirs = (draft.write() / "results.jsonl").read_text().splitlines(keepends=True)
     make_audit().write()
     (folder / "results.jsonl").write_text("".join([*ours.splitlines(keepends=True)[:-1], theirs[-1]]))
     with pytest.raises(DataError, match=r"results.jsonl line 52: 'audit' must be .* a row of another audit"):

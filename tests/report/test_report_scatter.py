@@ -1,4 +1,4 @@
-"""The layout of the privacy-utility picture."""
+"""The layout of the privacy-utility chart."""
 
 import itertools
 import math

@@ -61,7 +61,7 @@ def _plugin_options(files: Iterable[str]) -> list[str]:
 
 
 def command_line(settings: Mapping[str, Any]) -> str:
-    """The command that runs an audit with these settings (`AuditConfig.to_json`, and ``plugin_files`` if there are any)."""
+    """The command that runs an audit with these settings (`AuditConfig.to_json`) and ``plugin_files``, if any."""
     words = ["gradveil", "audit", "--dataset", settings["dataset"], "--model", settings["model"]]
     for key, option in (("defenses", "--defense"), ("attacks", "--attack")):
         for spec in settings[key]:

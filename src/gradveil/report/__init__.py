@@ -1,4 +1,4 @@
-"""The report of an audit: an HTML page, a contact sheet and a verdict in words, from the files on disk."""
+"""The report on an audit folder: an HTML page, a contact sheet and a verdict in plain sentences."""
 
 from gradveil.core.extras import missing
 

@@ -1,4 +1,4 @@
-"""The pictures of the page: the victims, and what each attack makes of them under each defense."""
+"""The figures of the page: the victims and what each attack recovers of them under each defense."""
 
 import base64
 from collections.abc import Sequence
@@ -10,12 +10,12 @@ from gradveil.report import _images as images
 from gradveil.report._scores import primary_of, score
 from gradveil.report.read import Audit, title
 
-MOST_VICTIMS = 12  # in the picture; the tables count all
+MAX_VICTIMS = 12  # shown in a figure; the tables count all of them
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One small picture with its words; `leaked` is None where there is nothing to judge."""
+    """One picture with its caption and description; `leaked` is None if there is nothing to judge."""
 
     uri: str | None
     caption: str
@@ -25,7 +25,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Strip:
-    """A row of pictures: its name, a remark, one picture per victim."""
+    """A row of a figure: its name, a note and one picture per victim."""
 
     name: str
     note: str
@@ -35,9 +35,10 @@ class Strip:
 
 
 def figures(audit: Audit) -> dict[str, list[Strip]]:
-    """By attack: the originals and the blind guess on top, the adaptive attacker below the plain one."""
+    """For each attack: originals and blind guess on top, then each defense, adaptive attackers below plain ones."""
     originals = [
-        _shot(audit, images.original(audit, victim), "", f"original of victim {victim}") for victim in _shown(audit)
+        _shot(audit, images.original(audit, victim), "", f"original of victim {victim}")
+        for victim in _shown_victims(audit)
     ]
     top = [Strip("original", "what the client has", originals)]
     if audit.blind:
@@ -50,18 +51,20 @@ def figures(audit: Audit) -> dict[str, list[Strip]]:
 
 
 def victim_names(audit: Audit) -> list[str]:
-    """What each shown victim is."""
+    """The classes of each victim that is shown."""
     names, labels = audit.config["classes"], audit.config["victim_labels"]
-    return [", ".join(names[label] if names else str(label) for label in labels[victim]) for victim in _shown(audit)]
+    return [
+        ", ".join(names[label] if names else str(label) for label in labels[victim]) for victim in _shown_victims(audit)
+    ]
 
 
-def _shown(audit: Audit) -> range:
-    return range(min(audit.victims, MOST_VICTIMS))
+def _shown_victims(audit: Audit) -> range:
+    return range(min(audit.victims, MAX_VICTIMS))
 
 
 def _strip(audit: Audit, defense: str, attack: MethodId) -> Strip:
     rows = audit.of(defense, attack)
-    name = "adaptive attacker" if attack.adaptive else title(defense)  # it stands below the plain one
+    name = "adaptive attacker" if attack.adaptive else title(defense)  # its row is below the plain attacker's
     shots = _shots(audit, f"{title(defense)}, {name}" if attack.adaptive else name, rows)
     if not rows:
         return Strip(name, "not attacked yet", shots, adaptive=attack.adaptive)
@@ -71,23 +74,23 @@ def _strip(audit: Audit, defense: str, attack: MethodId) -> Strip:
 
 
 def _shots(audit: Audit, name: str, rows: Sequence[ResultRow]) -> list[Shot]:
-    found = {row.victim: row for row in rows}
-    return [_attempt_shot(audit, name, found.get(victim)) for victim in _shown(audit)]
+    by_victim = {row.victim: row for row in rows}
+    return [_attempt_shot(audit, name, by_victim.get(victim)) for victim in _shown_victims(audit)]
 
 
 def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
     if row is None:
         return Shot(None, "not run", f"{name}: not run yet")
-    judged = None if row.defense_spec is None else row.leaked
-    words = {None: "", True: ", leaked", False: ", not leaked"}[judged]
-    shown = [
+    leaked = None if row.defense_spec is None else row.leaked  # a blind guess is not judged
+    suffix = {None: "", True: ", leaked", False: ", not leaked"}[leaked]
+    values = [
         f"{metric.title} {metric.words(value)}"
         for metric in sorted(audit.metrics, key=lambda metric: metric != audit.primary)
         if metric.column and metric.compares and (value := row.scores[metric.name]) is not None
     ]
     caption = audit.primary.words(primary_of(audit, [row])[row.victim])
-    description = f"{name}, victim {row.victim}: {', '.join(shown)}{words}"
-    return _shot(audit, images.found(audit, row), caption, description, judged)
+    description = f"{name}, victim {row.victim}: {', '.join(values)}{suffix}"
+    return _shot(audit, images.reconstruction(audit, row), caption, description, leaked)
 
 
 def _shot(audit: Audit, content: bytes | None, caption: str, description: str, leaked: bool | None = None) -> Shot:

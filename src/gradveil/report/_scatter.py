@@ -1,23 +1,23 @@
-"""Where everything goes in the privacy-utility picture; the template only draws it."""
+"""Layout of the privacy-utility chart; the template only draws it."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-CHARACTER = 6.8  # width of a monospaced character of 11 px, rounded up
+CHARACTER_WIDTH = 6.8  # of a monospaced 11 px font, rounded up
 LABEL_HEIGHT = 14.0
 RADIUS = 5.5
-RING = 9.0  # distance between the circles on which a label's place is sought
+RING_SPACING = 9.0  # between the circles around a point on which its label may be placed
 
 Segment = tuple[tuple[float, float], tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Point:
-    """A defense: what it keeps (x), what the strongest attack gets (y), and the words for its tooltip.
+    """A defense: the accuracy it keeps (x), what the strongest attack recovers (y) and the text of its tooltip.
 
-    `family` is what the defense is called at any strength: its points are joined by a line. `interval` is that of y.
-    `dominated`: another defense keeps as much and lets as little through, and is better in one of both.
+    `family` is the name of the defense without its strength; a line joins the points of a family. `interval` is the
+    interval of y. `dominated` means that another defense is at least as good in both x and y, and better in one.
     """
 
     label: str
@@ -32,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Line:
-    """A horizontal mark at y."""
+    """A horizontal reference line at y."""
 
     text: str
     y: float
@@ -40,13 +40,13 @@ class Line:
 
 @dataclass(frozen=True)
 class Scale:
-    """How y is drawn: over a difference of at least `least`; with a `sign` of -1, its ticks say the negative."""
+    """How y is drawn: the axis spans at least `min_span`; if `sign` is -1, tick labels show the negated values."""
 
-    least: float = 5.0
+    min_span: float = 5.0
     sign: float = 1.0
 
 
-PLAIN = Scale()
+DEFAULT_SCALE = Scale()
 
 
 @dataclass(frozen=True)
@@ -69,13 +69,13 @@ class Box:
         return self.top + self.height
 
     def overlaps(self, other: "Box") -> bool:
-        """Whether the two share an area."""
+        """Whether the two boxes overlap."""
         return (
             self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
         )
 
     def contains(self, other: "Box") -> bool:
-        """Whether `other` lies inside."""
+        """Whether `other` lies inside this box."""
         return (
             self.left <= other.left
             and other.right <= self.right
@@ -90,7 +90,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Marker:
-    """A point with its place, the ends of its interval, its label's box and the end of the line that leads there."""
+    """A point in pixels: its position, its interval (`whisker`), its label and the end of the line that leads there."""
 
     point: Point
     number: int
@@ -104,7 +104,7 @@ class Marker:
 
 @dataclass(frozen=True)
 class Mark:
-    """A tick or a line at a position in pixels, with its text."""
+    """A tick or a reference line at a position in pixels, with its text."""
 
     at: float
     text: str
@@ -133,16 +133,16 @@ class Chart:
 
 
 def layout(
-    points: Sequence[Point], lines: Sequence[Line], scale: Scale = PLAIN, *, width: float, numbered: bool
+    points: Sequence[Point], lines: Sequence[Line], scale: Scale = DEFAULT_SCALE, *, width: float, numbered: bool
 ) -> Chart:
-    """Lay out at least one point. Labels never overlap: the chart grows until all have a place.
+    """Lay out at least one point. Labels never overlap: the chart grows until all of them fit.
 
     Args:
-        points: the defenses; x is a share of 1.
-        lines: horizontal marks.
-        scale: of y.
-        width: of the whole chart, in pixels.
-        numbered: label the points with numbers from 1 on, for a screen too narrow for names.
+        points: the defenses; x is a fraction.
+        lines: horizontal reference lines.
+        scale: how y is drawn.
+        width: the width of the chart in pixels.
+        numbered: label the points 1, 2, ... instead of by name, for narrow screens.
     """
     height = 380.0 if numbered else 440.0
     while (chart := _try_layout(points, lines, scale, width, height, numbered)) is None:
@@ -154,10 +154,10 @@ def _try_layout(
     points: Sequence[Point], lines: Sequence[Line], scale: Scale, width: float, height: float, numbered: bool
 ) -> Chart | None:
     plot = Box(46.0, 14.0, width - 46.0 - 14.0, height - 14.0 - 44.0)
-    x_low, x_high, x_step = axis([point.x for point in points], room=0.06, least=0.05)
-    ends = [end for point in points for end in point.interval or ()]
-    heights = [*(point.y for point in points), *ends, *(line.y for line in lines), 0.0]
-    y_low, y_high, y_step = axis(heights, 0.05, scale.least)
+    x_low, x_high, x_step = axis([point.x for point in points], margin=0.06, min_span=0.05)
+    interval_ends = [end for point in points for end in point.interval or ()]
+    y_values = [*(point.y for point in points), *interval_ends, *(line.y for line in lines), 0.0]
+    y_low, y_high, y_step = axis(y_values, 0.05, scale.min_span)
 
     def to_x(value: float) -> float:
         return plot.left + plot.width * (value - x_low) / (x_high - x_low)
@@ -165,24 +165,25 @@ def _try_layout(
     def to_y(value: float) -> float:
         return plot.bottom - plot.height * (value - y_low) / (y_high - y_low)
 
-    marks = _line_marks(lines, to_y_values=[to_y(line.y) for line in lines])
-    places = [(to_x(point.x), to_y(point.y)) for point in points]
+    marks = _line_marks(lines, heights=[to_y(line.y) for line in lines])
+    positions = [(to_x(point.x), to_y(point.y)) for point in points]
     texts = [str(number) if numbered else _shorten(point.label) for number, point in enumerate(points, 1)]
-    occupied = [Box(x - RADIUS - 3, y - RADIUS - 3, 2 * RADIUS + 6, 2 * RADIUS + 6) for x, y in places]
+    occupied = [Box(x - RADIUS - 3, y - RADIUS - 3, 2 * RADIUS + 6, 2 * RADIUS + 6) for x, y in positions]
     occupied += [
-        Box(plot.left, mark.text_at - LABEL_HEIGHT + 3, len(mark.text) * CHARACTER, LABEL_HEIGHT) for mark in marks
+        Box(plot.left, mark.text_at - LABEL_HEIGHT + 3, len(mark.text) * CHARACTER_WIDTH, LABEL_HEIGHT)
+        for mark in marks
     ]
-    room = _Room(plot, occupied, [Box(plot.left, mark.at - 2, plot.width, 4) for mark in marks])
+    placer = _LabelPlacer(plot, occupied, [Box(plot.left, mark.at - 2, plot.width, 4) for mark in marks])
     markers = []
-    for number, (point, (x, y), text) in enumerate(zip(points, places, texts, strict=True), 1):
-        box = room.take(x, y, len(text) * CHARACTER)
+    for number, (point, (x, y), text) in enumerate(zip(points, positions, texts, strict=True), 1):
+        box = placer.place(x, y, len(text) * CHARACTER_WIDTH)
         if box is None:
             return None
         end = box.nearest(x, y)
-        far = math.dist(end, (x, y)) > RADIUS + 5
+        needs_leader = math.dist(end, (x, y)) > RADIUS + 5
         low, high = point.interval or (None, None)
         whisker = None if low is None or high is None else (to_y(low), to_y(high))
-        markers.append(Marker(point, number, x, y, whisker, text, box, end if far else None))
+        markers.append(Marker(point, number, x, y, whisker, text, box, end if needs_leader else None))
     return Chart(
         width=width,
         height=height,
@@ -190,16 +191,16 @@ def _try_layout(
         x_ticks=tuple(Mark(to_x(at), f"{100 * at:g} %", plot.bottom + 18) for at in ticks(x_low, x_high, x_step)),
         y_ticks=tuple(Mark(to_y(at), f"{scale.sign * at + 0:g}", plot.left - 8) for at in ticks(y_low, y_high, y_step)),
         lines=tuple(marks),
-        paths=tuple(_paths(points, places)),
+        paths=tuple(_paths(points, positions)),
         markers=tuple(markers),
     )
 
 
-class _Room:
-    """The free space of a plot, given away label by label.
+class _LabelPlacer:
+    """Places labels one by one in the free space of a plot.
 
-    Labels cover neither each other nor what is `occupied` nor the `lines`; the line that leads to a label may
-    cross those, and goes through other labels and points only where nothing else is left.
+    A label never covers another label, an `occupied` box or one of the `lines`. Its leader, the line from the point to
+    the label, may cross the `lines`, but crosses other labels and points only if there is no other place.
     """
 
     def __init__(self, plot: Box, occupied: Sequence[Box], lines: Sequence[Box]) -> None:
@@ -208,16 +209,16 @@ class _Room:
         self._lines = lines
         self._leaders: list[Segment] = []
 
-    def take(self, x: float, y: float, width: float) -> Box | None:
-        """The best place for a label of (x, y), None if there is none."""
+    def place(self, x: float, y: float, width: float) -> Box | None:
+        """The best box for the label of the point (x, y), or None if there is no room."""
         second_best = None
         for box in _boxes_around(x, y, width, reach=math.hypot(self._plot.width, self._plot.height)):
             if not self._is_free(box):
                 continue
             if self._is_clear(((x, y), box.nearest(x, y)), box):
-                return self._give(x, y, box)
+                return self._reserve(x, y, box)
             second_best = second_best or box
-        return second_best and self._give(x, y, second_best)
+        return second_best and self._reserve(x, y, second_best)
 
     def _is_free(self, box: Box) -> bool:
         return self._plot.contains(box) and not any(
@@ -226,31 +227,31 @@ class _Room:
 
     def _is_clear(self, leader: Segment, box: Box) -> bool:
         start, _ = leader
-        elsewhere = (other for other in self._occupied if other.nearest(*start) != start)
-        return not any(_crosses(leader, other) for other in elsewhere) and not any(
+        obstacles = (other for other in self._occupied if other.nearest(*start) != start)
+        return not any(_crosses(leader, other) for other in obstacles) and not any(
             _crosses(other, box) for other in self._leaders
         )
 
-    def _give(self, x: float, y: float, box: Box) -> Box:
+    def _reserve(self, x: float, y: float, box: Box) -> Box:
         self._occupied.append(box)
         self._leaders.append(((x, y), box.nearest(x, y)))
         return box
 
 
 def _boxes_around(x: float, y: float, width: float, reach: float) -> Iterator[Box]:
-    """Boxes at growing distance: right first, where the eye expects a label, then left, above, below."""
-    eighths = (0, 8, 4, 12, 1, 15, 7, 9, 2, 14, 6, 10, 3, 13, 5, 11)
-    for ring in range(math.ceil(reach / RING)):
-        distance = RADIUS + 4 + RING * ring
-        for eighth in eighths:
-            angle = math.pi * eighth / 8
+    """Boxes at growing distance: first to the right, where readers expect a label, then left, above, below."""
+    directions = (0, 8, 4, 12, 1, 15, 7, 9, 2, 14, 6, 10, 3, 13, 5, 11)  # in units of pi / 8
+    for ring in range(math.ceil(reach / RING_SPACING)):
+        distance = RADIUS + 4 + RING_SPACING * ring
+        for direction in directions:
+            angle = math.pi * direction / 8
             anchor_x, anchor_y = x + distance * math.cos(angle), y - distance * math.sin(angle)
             left = anchor_x - width * (1 - math.cos(angle)) / 2
             yield Box(left, anchor_y - LABEL_HEIGHT * (1 + math.sin(angle)) / 2, width, LABEL_HEIGHT)
 
 
 def _crosses(segment: Segment, box: Box) -> bool:
-    """Whether a segment goes through a box: the parts of it between the edges, in x and in y, must meet."""
+    """Whether a segment passes through a box: the parts of it inside the box in x and in y must overlap."""
     (x, y), (end_x, end_y) = segment
     enter, leave = 0.0, 1.0
     for start, step, low, high in ((x, end_x - x, box.left, box.right), (y, end_y - y, box.top, box.bottom)):
@@ -264,7 +265,7 @@ def _crosses(segment: Segment, box: Box) -> bool:
 
 
 def pareto(points: Sequence[Point]) -> list[Point]:
-    """The points, marked where another one dominates them: at least as far right and as low, and not in the same place.
+    """The points, with `dominated` set if another point is at least as far right and as low, and not identical.
 
     >>> best, worse = Point("a", 0.9, 8.0, False, ""), Point("b", 0.8, 9.0, False, "")
     >>> [point.dominated for point in pareto([best, worse])]
@@ -279,29 +280,29 @@ def pareto(points: Sequence[Point]) -> list[Point]:
     return [replace(point, dominated=is_dominated(point)) for point in points]
 
 
-def _paths(points: Sequence[Point], places: Sequence[tuple[float, float]]) -> Iterator[str]:
-    """The line through the points of each family, from left to right, as an SVG polyline has it."""
+def _paths(points: Sequence[Point], positions: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """The line through the points of each family, from left to right, in the format of an SVG polyline."""
     families: dict[str, list[tuple[float, float]]] = {}
-    for point, place in zip(points, places, strict=True):
-        families.setdefault(point.family or point.label, []).append(place)
+    for point, position in zip(points, positions, strict=True):
+        families.setdefault(point.family or point.label, []).append(position)
     for members in families.values():
         if len(members) > 1:
             yield " ".join(f"{x:.1f},{y:.1f}" for x, y in sorted(members))
 
 
-def _line_marks(lines: Sequence[Line], to_y_values: Iterable[float]) -> list[Mark]:
-    """The highest line has its text above, the others below, so that two close lines stay readable."""
-    marks = sorted(zip(to_y_values, (line.text for line in lines), strict=True))
+def _line_marks(lines: Sequence[Line], heights: Iterable[float]) -> list[Mark]:
+    """Put the text of the highest line above it and the others below, so that two close lines stay readable."""
+    marks = sorted(zip(heights, (line.text for line in lines), strict=True))
     return [Mark(at, text, at - 5 if position == 0 else at + 14) for position, (at, text) in enumerate(marks)]
 
 
-def axis(values: Sequence[float], room: float, least: float) -> tuple[float, float, float]:
-    """Ends and tick step of an axis that holds `values` with some room around them."""
-    span = max(max(values) - min(values), least)
-    low, high = min(values) - room * span, max(values) + room * span
-    rough = (high - low) / 6
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
+def axis(values: Sequence[float], margin: float, min_span: float) -> tuple[float, float, float]:
+    """The ends and the tick step of an axis that holds `values`, with a margin relative to their span."""
+    span = max(max(values) - min(values), min_span)
+    low, high = min(values) - margin * span, max(values) + margin * span
+    min_step = (high - low) / 6
+    power = 10.0 ** math.floor(math.log10(min_step))
+    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= min_step)
     return low, high, step
 
 
@@ -310,5 +311,5 @@ def ticks(low: float, high: float, step: float) -> list[float]:
     return [round(index * step, 10) for index in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
-def _shorten(label: str, most: int = 38) -> str:
-    return label if len(label) <= most else f"{label[: most - 1]}…"
+def _shorten(label: str, limit: int = 38) -> str:
+    return label if len(label) <= limit else f"{label[: limit - 1]}…"

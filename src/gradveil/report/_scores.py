@@ -1,4 +1,4 @@
-"""Rows of one attack under one defense, in a few numbers."""
+"""Summary statistics of the rows of one attack under one defense."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from gradveil.report.read import Audit
 
 @dataclass(frozen=True)
 class Score:
-    """What an attack reached over its victims. Medians, since one lucky victim moves a mean.
+    """What an attack reached over its victims, as medians, because one lucky victim shifts a mean.
 
-    `values` are those of the primary metric, one per victim; `mse` is a mean, for the bound is on the mean.
+    `values` holds the primary metric of each victim. `mse` is a mean because the bound is on the mean.
 
     Example:
         >>> medians = {"psnr": 31.0, "lpips": None}
@@ -34,75 +34,78 @@ class Score:
 
     @property
     def median(self) -> float:
-        """Of the primary metric."""
+        """The median of the primary metric."""
         return median(self.values)
 
     @cached_property
     def interval(self) -> Interval:
-        """That of the median."""
+        """The 95 % interval of that median."""
         return median_interval(self.values)
 
 
 def score(audit: Audit, rows: Sequence[ResultRow]) -> Score:
-    """Sum up at least one row. A metric that no row has is None; nulls do not count towards a median."""
+    """Summarise at least one row. Nulls do not count towards a median; a metric that is null in all rows is None."""
     return Score(
         victims=len(rows),
         leaked=sum(row.leaked for row in rows),
         values=tuple(primary_of(audit, rows).values()),
-        medians={metric.name: _known(median, (row.scores[metric.name] for row in rows)) for metric in audit.metrics},
-        label_correct=_known(fmean, (row.label_correct for row in rows)),
-        seconds=_known(median, (row.seconds for row in rows)),
-        mse=_known(fmean, (row.scores.get("mse") for row in rows)),
-        bound_mse=_known(fmean, (row.bound_mse for row in rows)),
+        medians={
+            metric.name: _average_of_known(median, (row.scores[metric.name] for row in rows))
+            for metric in audit.metrics
+        },
+        label_correct=_average_of_known(fmean, (row.label_correct for row in rows)),
+        seconds=_average_of_known(median, (row.seconds for row in rows)),
+        mse=_average_of_known(fmean, (row.scores.get("mse") for row in rows)),
+        bound_mse=_average_of_known(fmean, (row.bound_mse for row in rows)),
     )
 
 
 def scores(audit: Audit) -> dict[tuple[str | None, MethodId], Score]:
-    """The score of the blind guess, then of every (defense, attack) that has rows, in the order of the audit."""
-    found: dict[tuple[str | None, MethodId], Sequence[ResultRow]] = {(None, MethodId(BLIND_GUESS)): audit.blind}
-    found |= {(defense, attack): audit.of(defense, attack) for defense in audit.defenses for attack in audit.attacks}
-    return {pair: score(audit, rows) for pair, rows in found.items() if rows}
+    """Scores of the blind guess, then of every (defense, attack) that has rows, in the order of the audit."""
+    by_pair: dict[tuple[str | None, MethodId], Sequence[ResultRow]] = {(None, MethodId(BLIND_GUESS)): audit.blind}
+    by_pair |= {(defense, attack): audit.of(defense, attack) for defense in audit.defenses for attack in audit.attacks}
+    return {pair: score(audit, rows) for pair, rows in by_pair.items() if rows}
 
 
 def strongest(audit: Audit, defense: str) -> tuple[MethodId, Score] | None:
-    """The attack that comes closest under `defense`, in the median, and its score; None if none has rows."""
+    """The attack whose median is closest under `defense`, with its score; None if no attack has rows."""
     ran = [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
     return max(ran, key=lambda pair: audit.primary.closeness(pair[1].median), default=None)
 
 
 def primary_of(audit: Audit, rows: Iterable[ResultRow]) -> dict[int, float]:
-    """The score by the primary metric, by victim."""
-    found = {row.victim: row.scores[audit.primary.name] for row in rows}
-    return {victim: value for victim, value in found.items() if value is not None}
+    """The primary metric of each victim that has one."""
+    by_victim = {row.victim: row.scores[audit.primary.name] for row in rows}
+    return {victim: value for victim, value in by_victim.items() if value is not None}
 
 
 def closeness_of(audit: Audit, rows: Iterable[ResultRow]) -> dict[int, float]:
-    """The same, turned so that more is always closer."""
+    """The primary metric of each victim, with its sign changed if needed so that higher is always closer."""
     return {victim: audit.primary.closeness(value) for victim, value in primary_of(audit, rows).items()}
 
 
 def difference_to_plain(audit: Audit, defense: str, attack: MethodId) -> Interval | None:
-    """An adaptive attack's score minus its plain form's, paired by victim; None if one of them did not run."""
+    """An adaptive attack's score minus its plain form's, paired by victim; None if either did not run."""
     if not attack.adaptive:
         return None
     return _difference(audit, audit.of(defense, attack), audit.of(defense, MethodId(attack.spec)))
 
 
 def difference_to_undefended(audit: Audit, defense: str, attack: MethodId) -> Interval | None:
-    """An attack's score under a defense minus that without one, paired by victim; None without such rows."""
+    """An attack's score under a defense minus its undefended score, paired by victim; None if either is missing."""
     return _difference(audit, audit.of(defense, attack), audit.without_defense(attack))
 
 
-def gain(audit: Audit, found: Interval) -> Interval:
-    """A difference as what it brings the attacker: more is closer to the original."""
-    estimate, low, high = map(audit.primary.closeness, (found.estimate, found.low, found.high))
+def as_closeness(audit: Audit, interval: Interval) -> Interval:
+    """An interval of the primary metric, with its sign changed if needed so that higher is always closer."""
+    estimate, low, high = map(audit.primary.closeness, (interval.estimate, interval.low, interval.high))
     return Interval(estimate, min(low, high), max(low, high))
 
 
-def _difference(audit: Audit, ones: Iterable[ResultRow], others: Iterable[ResultRow]) -> Interval | None:
-    return paired_difference(primary_of(audit, ones), primary_of(audit, others))
+def _difference(audit: Audit, rows: Iterable[ResultRow], baseline: Iterable[ResultRow]) -> Interval | None:
+    return paired_difference(primary_of(audit, rows), primary_of(audit, baseline))
 
 
-def _known(average: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
-    present = [value for value in values if value is not None]
-    return average(present) if present else None
+def _average_of_known(average: Callable[[Sequence[float]], float], values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return average(known) if known else None

@@ -1,4 +1,4 @@
-"""The tables of a report, ready to print, to show and to sort."""
+"""The tables of a report, for terminals, for the sortable page and as CSV."""
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,9 +25,9 @@ MISSING = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry: the text to read, the value to sort by (None sorts last) and a remark in small type.
+    """One entry: the text to show, the value to sort by (None sorts last) and a note in small type.
 
-    `leaked` marks a count of recovered victims; `history` is a curve to draw in place of the text.
+    `leaked` is set only in counts of recovered victims; `history` is a curve to draw instead of the text.
     """
 
     text: str
@@ -39,7 +39,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading, and what the column means in one sentence; an `optional` one is left out where no row has a value."""
+    """A heading and a sentence on what it means; an `optional` column is left out if no row has a value."""
 
     title: str
     hint: str
@@ -67,7 +67,7 @@ class Table:
         return [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in self.rows]
 
     def csv(self) -> str:
-        """The values, unrounded, as comma-separated lines below their headings."""
+        """The headings and the unrounded values as CSV."""
         text = StringIO()
         values = [[cell.value for cell in row] for row in self.rows]
         csv.writer(text, lineterminator="\n").writerows([[column.title for column in self.columns], *values])
@@ -75,39 +75,40 @@ class Table:
 
 
 def attack_table(audit: Audit) -> Table:
-    """A row for each defense and attack, and one for the blind guess, which knows nothing of the victim."""
+    """A row for each defense and attack, and one for the blind guess, which uses nothing from the victim."""
     primary, unit = audit.primary, audit.modality.unit
     others = [metric for metric in audit.metrics if metric.column and metric != primary]
     results = scores(audit)
     bounded = any(result.bound_mse is not None for result in results.values())
     columns = [
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
-        Column("Attack", f"Who tried to rebuild the {unit} from the update.", numeric=False),
-        Column("Leaked", "Victims recovered, of all victims attacked."),
+        Column("Attack", f"The attack that tried to rebuild the {unit} from the update.", numeric=False),
+        Column("Leaked", "Victims recovered, out of all victims attacked."),
         Column(
             primary.heading,
-            f"Median over the victims and its 95 % interval. {primary.better.capitalize()} is closer to the original.",
+            f"Median over the victims with its 95 % interval. {primary.better.capitalize()} is closer to the original.",
         ),
         Column(
             "vs. undefended",
-            f"Median over the victims of the {primary.title} under the defense minus that without one, and its 95 % "
-            "interval.",
+            f"{primary.title} under the defense minus {primary.title} without one: median over the victims with its "
+            "95 % interval.",
         ),
         Column(
             "vs. plain",
-            f"Median over the victims of the adaptive attacker's {primary.title} minus the plain one's; 95 % interval.",
+            f"{primary.title} of the adaptive attacker minus that of the plain one: median over the victims with its "
+            "95 % interval.",
             optional=True,
         ),
-        # What can be got is shown as missing.
+        # If a command would make the metric available, its column is shown even if it is empty.
         *(Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None) for m in others),
-        Column("MSE", "Mean squared error over the victims.", optional=True),
+        Column("MSE", "Mean squared error, averaged over the victims.", optional=True),
         Column(
             "Bound",
-            f"The least mean squared error that any attacker can reach on {unit}s smoothed by N(0, 0.1²), if a bound "
+            f"The lowest mean squared error that any attacker can reach on {unit}s smoothed by N(0, 0.1²), if a bound "
             f"is known. The attacked {unit}s are not smoothed.",
             optional=True,
         ),
-        Column("Label", "How often the attacker knew the right label."),
+        Column("Label", "Share of the labels that the attacker had right, known or inferred."),
         Column("Time", "Median time of the attack per victim."),
     ]
 
@@ -139,11 +140,11 @@ def utility_table(audit: Audit) -> Table:
         Column("Accuracy", "Test accuracy of the model trained under the defense."),
         Column("PMM", "Accuracy with the defense divided by accuracy without. 100 % costs nothing."),
         Column("Loss", "Test loss of the model trained under the defense."),
-        Column("Round time", "Time of one round of training, and against the undefended run."),
-        Column("Upload", "Bytes one client sends in a round, and against the undefended run."),
-        Column("Download", "Bytes one client receives in a round, and against the undefended run."),
-        *[Column("Guarantee", f"Differential privacy of one training {unit}, where there is a proof.")] * guaranteed,
-        Column("Training", "Accuracy over the rounds, from 0 to 100 %.", optional=True),
+        Column("Round time", "Time of one training round, and its ratio to the undefended run."),
+        Column("Upload", "Bytes that one client sends per round, and the ratio to the undefended run."),
+        Column("Download", "Bytes that one client receives per round, and the ratio to the undefended run."),
+        *[Column("Guarantee", f"Differential privacy of a single training {unit}, if it is proven.")] * guaranteed,
+        Column("Training", "Accuracy by round, on a scale from 0 to 100 %.", optional=True),
     ]
 
     def cells(row: UtilityRow) -> Iterator[Cell]:
@@ -156,17 +157,17 @@ def utility_table(audit: Audit) -> Table:
         yield _cell(row.download_bytes, size, base.download_bytes if base else None)
         if guaranteed:
             yield Cell(row.privacy or "none", row.epsilon)
-        drawn = len(row.history) > 1
-        yield Cell("" if drawn else MISSING, row.accuracy if drawn else None, history=row.history)
+        has_curve = len(row.history) > 1
+        yield Cell("" if has_curve else MISSING, row.accuracy if has_curve else None, history=row.history)
 
     return _table(columns, map(cells, measured))
 
 
 def ranking(audit: Audit) -> Table:
-    """A row for each defense that was attacked, the most private first; the order is no more than its `Rank`."""
-    found = {defense: best for defense in audit.real_defenses if (best := strongest(audit, defense))}
+    """A row for each defense that was attacked, the most private first; only `Rank` is statistically meaningful."""
+    attacked = {defense: best for defense in audit.real_defenses if (best := strongest(audit, defense))}
     primary = audit.primary
-    places = rank({defense: closeness_of(audit, audit.of(defense, attack)) for defense, (attack, _) in found.items()})
+    ranks = rank({defense: closeness_of(audit, audit.of(defense, attack)) for defense, (attack, _) in attacked.items()})
     columns = (
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
         Column(
@@ -176,19 +177,19 @@ def ranking(audit: Audit) -> Table:
         ),
         Column(
             "Rank",
-            "Place by privacy as far as the 95 % intervals of the paired differences tell; a range where they do not.",
+            "Place by privacy; a range of places if the 95 % intervals of paired differences do not separate defenses.",
         ),
-        Column(primary.heading, "Of the strongest attack: median over the victims and its 95 % interval."),
+        Column(primary.heading, "The strongest attack's median over the victims with its 95 % interval."),
         Column("Leaked", "Victims recovered by the strongest attack."),
         Column("PMM", "Accuracy with the defense divided by accuracy without."),
     )
-    order = sorted(found, key=lambda one: (places[one], primary.closeness(found[one][1].median)))
+    order = sorted(attacked, key=lambda defense: (ranks[defense], primary.closeness(attacked[defense][1].median)))
 
     def cells(defense: str) -> Iterator[Cell]:
-        attack, result = found[defense]
+        attack, result = attacked[defense]
         yield Cell(defense, defense)
         yield Cell(audit.short(attack), attack.words)
-        yield Cell(str(places[defense]), places[defense].best)
+        yield Cell(str(ranks[defense]), ranks[defense].best)
         yield _primary(primary, result)
         yield _leaked(result)
         yield _share(audit.utility[defense].pmm if defense in audit.utility else None)
@@ -197,12 +198,12 @@ def ranking(audit: Audit) -> Table:
 
 
 def match_table(audit: Audit) -> Table:
-    """A row for each defense whose strength was chosen so that it costs the price."""
+    """A row for each defense whose strength was matched to the given cost."""
     columns = (
-        Column("Asked for", "The defense as it was named.", numeric=False),
-        Column("Audited", "The same defense at the strength that costs the price.", numeric=False),
-        Column("Cost", "What it costs at that strength."),
-        Column("Tries", "Strengths that were tried."),
+        Column("Requested", "The defense as it was requested.", numeric=False),
+        Column("Audited", "The same defense at the strength that has the given cost.", numeric=False),
+        Column("Cost", "Its cost at that strength."),
+        Column("Tries", "Number of strengths that were tried."),
     )
 
     def cells(row: MatchRow) -> Iterator[Cell]:
@@ -215,7 +216,7 @@ def match_table(audit: Audit) -> Table:
 
 
 def price(kind: str, value: float) -> str:
-    """A cost of one kind in words.
+    """A cost of the given kind, formatted.
 
     >>> price("accuracy", 0.95), price("power", 0.5)
     ('95 %', '0.5')
@@ -224,34 +225,35 @@ def price(kind: str, value: float) -> str:
 
 
 def tolerance(row: MatchRow) -> str:
-    """How far from the price a defense may be."""
+    """How far the cost of a defense may be from the target."""
     return f"{row.tolerance:.2g}" if row.kind == "power" else f"{100 * row.tolerance:.2g} %"
 
 
 def _table(columns: Sequence[Column], rows: Iterable[Iterable[Cell]]) -> Table:
     cells = [tuple(row) for row in rows]
     kept = [
-        place
-        for place, column in enumerate(columns)
-        if not column.optional or any(row[place].value is not None for row in cells)
+        index
+        for index, column in enumerate(columns)
+        if not column.optional or any(row[index].value is not None for row in cells)
     ]
-    return Table(tuple(columns[place] for place in kept), tuple(tuple(row[place] for place in kept) for row in cells))
+    return Table(tuple(columns[index] for index in kept), tuple(tuple(row[index] for index in kept) for row in cells))
 
 
 def _primary(metric: Metric, result: Score) -> Cell:
     return Cell(metric.figure(result.median), result.median, _range(metric, result.interval))
 
 
-def _difference(metric: Metric, found: Interval | None) -> Cell:
-    if found is None:
+def _difference(metric: Metric, difference: Interval | None) -> Cell:
+    if difference is None:
         return Cell(MISSING, None)
-    sign = "+" if round(found.estimate, metric.digits) > 0 else ""
-    return Cell(f"{sign}{metric.figure(found.estimate)}".replace("-", "−"), found.estimate, _range(metric, found))
+    sign = "+" if round(difference.estimate, metric.digits) > 0 else ""
+    text = f"{sign}{metric.figure(difference.estimate)}".replace("-", "−")
+    return Cell(text, difference.estimate, _range(metric, difference))
 
 
-def _range(metric: Metric, found: Interval) -> str:
-    """The interval, if there were victims enough for one."""
-    return f"{metric.figure(found.low)} … {metric.figure(found.high)}".replace("-", "−") if found.known else ""
+def _range(metric: Metric, interval: Interval) -> str:
+    """The interval, or nothing if there are too few victims for one."""
+    return f"{metric.figure(interval.low)} … {metric.figure(interval.high)}".replace("-", "−") if interval.known else ""
 
 
 def _leaked(result: Score) -> Cell:
@@ -263,8 +265,8 @@ def _share(value: float | None) -> Cell:
     return _cell(value, lambda share: f"{100 * share:.1f} %")
 
 
-def _cell(value: float | None, words: Callable[[float], str], base: float | None = None) -> Cell:
-    """A value in words, and against that of the undefended run."""
+def _cell(value: float | None, format_value: Callable[[float], str], base: float | None = None) -> Cell:
+    """A formatted value, with its ratio to the undefended run's if that is given."""
     if value is None:
         return Cell(MISSING, None)
-    return Cell(words(value), value, ratio(value / base) if base else "")
+    return Cell(format_value(value), value, ratio(value / base) if base else "")

@@ -1,10 +1,10 @@
-"""Numbers and lists as people read them."""
+"""Numbers and lists formatted for readers."""
 
 from collections.abc import Sequence
 
 
 def join(words: Sequence[str]) -> str:
-    """A list in a sentence.
+    """The words joined for use in a sentence.
 
     >>> join(["a", "b", "c"])
     'a, b and c'
@@ -12,13 +12,13 @@ def join(words: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), *words[-1:]]))
 
 
-def names(defenses: Sequence[str], most: int = 6) -> str:
-    """Defenses in a sentence, or how many there are when nobody would read them all.
+def names(defenses: Sequence[str], limit: int = 6) -> str:
+    """Defenses joined for use in a sentence, or only their number if there are more than `limit`.
 
-    >>> names(["top-k:keep=0.2", "precode"]), names(["top-k:keep=0.2", "precode"], most=1)
+    >>> names(["top-k:keep=0.2", "precode"]), names(["top-k:keep=0.2", "precode"], limit=1)
     ('`top-k:keep=0.2` and `precode`', '2 of the defenses')
     """
-    if len(defenses) > most:
+    if len(defenses) > limit:
         return f"{len(defenses)} of the defenses"
     return join([f"`{defense}`" for defense in defenses])
 
@@ -34,14 +34,14 @@ def plural(count: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share as a percentage, with a decimal where rounding would say 0 or 100 and not mean it.
+    """A share as a percentage, with one decimal if rounding would wrongly give 0 or 100.
 
     >>> percent(0.934), percent(0.0042), percent(0.998), percent(1)
     ('93 %', '0.4 %', '99.8 %', '100 %')
     """
     value = 100 * share
-    coarse = f"{value:.0f}"
-    return f"{value:.1f} %" if coarse in ("0", "100") and f"{value:.1f}" != f"{coarse}.0" else f"{coarse} %"
+    rounded = f"{value:.0f}"
+    return f"{value:.1f} %" if rounded in ("0", "100") and f"{value:.1f}" != f"{rounded}.0" else f"{rounded} %"
 
 
 def size(count: float) -> str:
@@ -72,7 +72,7 @@ def seconds(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """A factor against the undefended run.
+    """A ratio to the undefended run.
 
     >>> ratio(1.0), ratio(0.206), ratio(12.3)
     ('×1.00', '×0.21', '×12.3')

@@ -1,4 +1,4 @@
-"""training.html: accuracy and loss by round of one or several trainings, in one file that opens offline."""
+"""training.html: accuracy and loss by round of one or more training runs, in a single file that opens offline."""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from gradveil.report.page import fill_template
 WIDTH, HEIGHT = 760.0, 360.0
 COLOURS = ("#0b6b62", "#b8321a", "#8a5a00", "#3b5bb5", "#7b3fa0", "#1b8a3a", "#c2185b", "#5a636e")
 DASHES = ("", "7 4", "2 3")
-"""With more lines than colours, these tell those of one colour apart."""
+"""These tell lines of the same colour apart when there are more lines than colours."""
 
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: a name and its (round, value) points, at least one.
+    """A name and its (round, value) points.
 
     Example:
         >>> Curve("none", ((10, 0.8), (20, 0.9))).points[-1]
@@ -66,10 +66,10 @@ def write(
 
     Args:
         path: the file.
-        title: what was trained.
+        title: the title of the page.
         charts: from `lay_out`.
         columns: headings of the table.
-        rows: its cells; the first of each row is a name.
+        rows: the cells of the table; the first of each row is a name.
     """
     style = (Path(__file__).parent / "page.css").read_text()
     size = {"width": WIDTH, "height": HEIGHT}
@@ -78,12 +78,12 @@ def write(
 
 
 def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:
-    """Where everything goes in a chart of lines; values that are not finite are left out.
+    """Lay out a line chart; values that are not finite are left out.
 
     Args:
         title: what the values are.
         curves: the lines.
-        percent: whether values are shares of 1.
+        percent: whether the values are fractions to be shown as percentages.
     """
     plot = Box(58.0, 16.0, WIDTH - 58.0 - 16.0, HEIGHT - 16.0 - 40.0)
     finite = [
@@ -91,8 +91,8 @@ def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:
         for curve in curves
     ]
     points = [point for curve in finite for point in curve.points] or [(0.0, 0.0)]
-    x_low, x_high, x_step = axis([0.0, 1.0, *(x for x, _ in points)], room=0.0, least=1.0)
-    y_low, y_high, y_step = axis([y for _, y in points], room=0.05, least=0.01)
+    x_low, x_high, x_step = axis([0.0, 1.0, *(x for x, _ in points)], margin=0.0, min_span=1.0)
+    y_low, y_high, y_step = axis([y for _, y in points], margin=0.05, min_span=0.01)
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
@@ -122,7 +122,7 @@ def lay_out(title: str, curves: Sequence[Curve], *, percent: bool) -> Chart:
 
 
 def sparkline(values: Sequence[float], width: int = 16) -> str:
-    """A few values as bars for a terminal; the lowest bar is 0, the highest is 1.
+    """Values as bars for a terminal, at most `width` of them; the lowest bar is 0, the highest is 1.
 
     >>> sparkline([0.1, 0.5, 0.9, 1.0])
     '▁▅██'

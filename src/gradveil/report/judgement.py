@@ -1,6 +1,6 @@
-"""What the rows of an audit say, in sentences, and what keeps them from saying more.
+"""The verdict on an audit in sentences, with the caveats that limit it.
 
-Sentences put names and commands between backticks; the page sets these as code, the terminal drops them.
+Sentences put names and commands between backticks; the page shows these as code, the terminal drops the backticks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,14 @@ from gradveil.report.flags import Raised, raised
 from gradveil.report.read import UNDEFENDED, Audit
 
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
-NAMED_ONE_BY_ONE = 3  # more defenses than this share a sentence
-ENOUGH = 5  # victims that leak without a defense and not with it: by chance alone, 2^-5, below 5 % (sign test)
-MISLED = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
+MAX_SEPARATE = 3  # if there are more defenses than this, they share a sentence
+# Victims that must leak without a defense and not with it: five by chance have a probability of 2^-5 < 5 % (sign test).
+MIN_STOPPED = 5
+MIN_RIGHT_LABELS = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
 
 
 class Outcome(Enum):
-    """What a defense does to the attacks that work without it; the value is the mark the page shows."""
+    """What a defense does to the attacks that work without it; the value is the badge on the page."""
 
     STOPS = "stops"
     NOT_SHOWN = "not shown"
@@ -33,7 +34,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence of the headline and the outcome it tells of."""
+    """One sentence of the headline and the outcome it describes."""
 
     text: str
     outcome: Outcome
@@ -41,7 +42,7 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The flags that are raised, the headline (first what happens undefended), and what else to know.
+    """The raised flags, the headline (which begins with the undefended run) and the caveats.
 
     Example:
         >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), ()).lines()
@@ -60,23 +61,23 @@ class Verdict:
 
 
 def judge(audit: Audit) -> Verdict:
-    """Put the audit into words."""
+    """Judge the audit."""
     return Verdict(tuple(raised(audit)), (_lead(audit), *_defense_sentences(audit)), tuple(_caveats(audit)))
 
 
 def outcome(audit: Audit, defense: str) -> Outcome:
     """What `defense` does, judged by the attacker who recovers the largest share of the victims.
 
-    Only attacks that recover `ENOUGH` victims undefended can show that a defense stops them, and only when all of
-    their victims are done. A leak is a leak, whichever attack causes it.
+    A leak counts whichever attack causes it. That a defense stops an attack is shown only if the attack recovers at
+    least `MIN_STOPPED` victims undefended and has finished with all victims.
     """
     working = _working(audit)
     if not working:
         return Outcome.UNKNOWN
     leaked = max((_share(result) for _, result in _results(audit, defense)), default=0.0)
     if leaked:
-        before = max(_share(score(audit, audit.without_defense(attack))) for attack in working)
-        return Outcome.WEAKENS if leaked < before else Outcome.FAILS
+        undefended = max(_share(score(audit, audit.without_defense(attack))) for attack in working)
+        return Outcome.WEAKENS if leaked < undefended else Outcome.FAILS
     unfinished = {attack.spec for name, attack, _ in audit.missing_attempts() if name == defense}
     if not unfinished.isdisjoint(_working_methods(audit)):
         return Outcome.UNKNOWN
@@ -89,30 +90,29 @@ def _working(audit: Audit) -> list[MethodId]:
 
 
 def _working_methods(audit: Audit) -> list[str]:
-    """Their specs, each once."""
+    """The specs of the working attacks, without duplicates."""
     return list(dict.fromkeys(attack.spec for attack in _working(audit)))
 
 
 def _stopped(audit: Audit, defense: str) -> list[str]:
-    """The methods that recover enough of the victims undefended for a defense under which none leaks to have stopped
-    them.
+    """The methods that `defense` is shown to stop, provided that nothing leaks under it.
 
-    The victims are the same with and without the defense, so what tells is the number that leak only without it.
+    The victims are the same with and without the defense, so what counts is how many leak only without it.
     """
-    found = []
+    stopped = []
     for method in _working_methods(audit):
         plain, adaptive = MethodId(method), MethodId(method, adaptive=True)
         leaking = {row.victim for row in audit.without_defense(plain) if row.leaked}
         attacked = {row.victim for row in audit.of(defense, plain) + audit.of(defense, adaptive)}
-        if len(leaking & attacked) >= ENOUGH:
-            found.append(method)
-    return found
+        if len(leaking & attacked) >= MIN_STOPPED:
+            stopped.append(method)
+    return stopped
 
 
 def _adapted(audit: Audit, defense: str) -> list[str]:
-    """Which of them were adapted to `defense`; only these show what an attacker gets who knows it.
+    """The working methods that were adapted to `defense`; only these show what an attacker who knows it recovers.
 
-    The generic adaptive attacker, which any defense meets, was not written for it and does not count.
+    The generic adaptive attacker does not count, because it was not written for this defense.
     """
     if defense in audit.generic:
         return []
@@ -124,7 +124,7 @@ def _short_names(audit: Audit, methods: Sequence[str]) -> str:
 
 
 def _results(audit: Audit, defense: str) -> list[tuple[MethodId, Score]]:
-    """The attacks that ran under `defense`, with what they reached."""
+    """The attacks that ran under `defense`, with their scores."""
     return [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
 
 
@@ -133,7 +133,7 @@ def _share(result: Score) -> float:
 
 
 def _success(audit: Audit, result: Score) -> tuple[float, float]:
-    """By which attacks are compared: by what leaked, then by how close they came."""
+    """The key by which attacks are compared: first the share that leaked, then how close they came."""
     return _share(result), audit.primary.closeness(result.median)
 
 
@@ -150,7 +150,7 @@ def _lead(audit: Audit) -> Sentence:
     if not audit.attempts:
         return Sentence("No attack has finished yet.", Outcome.UNKNOWN)
     if UNDEFENDED not in audit.defenses:
-        return Sentence(f"Nothing was attacked without a defense (`{UNDEFENDED}`).", Outcome.UNKNOWN)
+        return Sentence(f"No attack was run without a defense (`{UNDEFENDED}`).", Outcome.UNKNOWN)
     results = _results(audit, UNDEFENDED)
     if not results:
         return Sentence("The attacks without a defense have not finished yet.", Outcome.UNKNOWN)
@@ -165,11 +165,11 @@ def _lead(audit: Audit) -> Sentence:
 
 
 def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
-    """The defenses by what they do; nothing where no attack works, since then nothing follows."""
+    """The defenses grouped by outcome; no sentence if no attack works, because then nothing follows."""
     if not _working(audit):
         return
-    found = {defense: outcome(audit, defense) for defense in audit.real_defenses}
-    groups = {kind: [defense for defense in found if found[defense] is kind] for kind in Outcome}
+    outcomes = {defense: outcome(audit, defense) for defense in audit.real_defenses}
+    groups = {kind: [defense for defense in outcomes if outcomes[defense] is kind] for kind in Outcome}
     texts = {
         Outcome.STOPS: _stopping(audit, groups[Outcome.STOPS]),
         Outcome.NOT_SHOWN: _not_showing(audit, groups[Outcome.NOT_SHOWN]),
@@ -182,23 +182,23 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
 
 
 def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
-    if len(defenses) <= NAMED_ONE_BY_ONE:
+    if len(defenses) <= MAX_SEPARATE:
         for defense in defenses:
-            attacks = _attacks_in_words(audit, _stopped(audit, defense))
-            yield f"`{defense}` stops {attacks}{_even_adapted(audit, defense)}{_cost(audit, defense)}."
+            attacks = _attack_phrase(audit, _stopped(audit, defense))
+            yield f"`{defense}` stops {attacks}{_even_when_adapted(audit, defense)}{_cost(audit, defense)}."
         return
     stopped = [_stopped(audit, defense) for defense in defenses]
-    attacks = _attacks_in_words(audit, [method for method in stopped[0] if all(method in one for one in stopped)])
+    attacks = _attack_phrase(audit, [method for method in stopped[0] if all(method in methods for methods in stopped)])
     adapted = [defense for defense in defenses if _adapted(audit, defense) == _stopped(audit, defense)]
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
     text = f"{names(defenses)} stop {attacks}"
     if adapted:
-        text += ", even adapted to them" if adapted == defenses else f", {names(adapted)} even adapted ones"
+        text += ", even when adapted to them" if adapted == defenses else f" ({names(adapted)} even when adapted)"
     if kept:
-        best, least = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
+        best, worst = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
         text += (
             f"; of these `{best}` keeps the most accuracy ({percent(kept[best])} of the undefended model's), "
-            f"`{least}` the least ({percent(kept[least])})"
+            f"`{worst}` the least ({percent(kept[worst])})"
         )
     yield f"{text}."
 
@@ -208,21 +208,21 @@ def _not_showing(audit: Audit, defenses: list[str]) -> Iterator[str]:
         return
     most = max((score(audit, audit.without_defense(attack)) for attack in _working(audit)), key=_share)
     yield (
-        f"{names(defenses)}: not shown. Nothing is recovered, but without a defense it is only {most.leaked} of "
-        f"{_victims(audit, most.victims)}, and {ENOUGH} are needed to tell a defense from luck. A stronger attack "
-        "(`--budget thorough`) or more `--victims` would show it."
+        f"{names(defenses)}: protection is not shown. Nothing is recovered, but even without a defense the best attack "
+        f"recovers only {most.leaked} of {_victims(audit, most.victims)}, and {MIN_STOPPED} are needed to tell "
+        "protection from luck. A stronger attack (`--budget thorough`) or more `--victims` could show it."
     )
 
 
 def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
-    if len(defenses) > NAMED_ONE_BY_ONE:
-        yield f"{names(defenses)} are not enough: under each, an attack still recovers some {_noun(audit)}."
+    if len(defenses) > MAX_SEPARATE:
+        yield f"{names(defenses)} are not enough: under each of them, some attack still recovers {_noun(audit)}."
         return
     for defense in defenses:
         attack, result = max(_results(audit, defense), key=lambda pair: _success(audit, pair[1]))
         yield (
             f"`{defense}` is not enough: `{audit.short(attack)}` still recovers {result.leaked} of "
-            f"{_victims(audit, result.victims)}{_ignorant(audit, defense, attack, result)}."
+            f"{_victims(audit, result.victims)}{_unaware_attackers(audit, defense, attack, result)}."
         )
 
 
@@ -230,38 +230,38 @@ def _failing(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if defenses:
         verb = "does" if len(defenses) == 1 else "do"
         yield (
-            f"{names(defenses)} {verb} not help: as large a share of the "
-            f"{_noun(audit)} is recovered as without a defense."
+            f"{names(defenses)} {verb} not help: at least as large a share of the {_noun(audit)} is recovered as "
+            "without a defense."
         )
 
 
 def _unfinished(defenses: list[str]) -> Iterator[str]:
     if defenses:
         verb = "is" if len(defenses) == 1 else "are"
-        yield f"{names(defenses)} {verb} not judged yet: attacks are missing."
+        yield f"{names(defenses)} {verb} not judged yet: some attacks have not finished."
 
 
-def _ignorant(audit: Audit, defense: str, attack: MethodId, result: Score) -> str:
-    """What attackers who do not know the defense get, where knowing it made the difference."""
+def _unaware_attackers(audit: Audit, defense: str, attack: MethodId, result: Score) -> str:
+    """What attackers who do not know the defense recover, if that is less than `result`."""
     if not attack.adaptive:
         return ""
-    plain = [found for other, found in _results(audit, defense) if not other.adaptive]
-    most = max(plain, key=_share, default=None)
-    if most is None or _share(most) >= _share(result):
+    plain = [plain_result for other, plain_result in _results(audit, defense) if not other.adaptive]
+    best = max(plain, key=_share, default=None)
+    if best is None or _share(best) >= _share(result):
         return ""
-    return f"; attackers who do not know the defense recover {most.leaked or 'none'}"
+    return f"; attackers who do not know the defense recover {best.leaked or 'none'}"
 
 
-def _even_adapted(audit: Audit, defense: str) -> str:
-    """Which of the attacks that `defense` stops were adapted to it, after those were named."""
+def _even_when_adapted(audit: Audit, defense: str) -> str:
+    """Says which of the attacks that `defense` stops were adapted to it; follows the names of the stopped attacks."""
     stopped = _stopped(audit, defense)
-    found = [method for method in _adapted(audit, defense) if method in stopped]
-    if not found:
+    adapted = [method for method in _adapted(audit, defense) if method in stopped]
+    if not adapted:
         return ""
-    return f", {'' if found == stopped else _short_names(audit, found) + ' '}even adapted to it"
+    return f", {'' if adapted == stopped else _short_names(audit, adapted) + ' '}even when adapted to it"
 
 
-def _attacks_in_words(audit: Audit, stopped: Sequence[str]) -> str:
+def _attack_phrase(audit: Audit, stopped: Sequence[str]) -> str:
     if len(stopped) < len(audit.methods):
         return _short_names(audit, stopped)
     return {1: "the attack", 2: "both attacks"}.get(len(stopped), f"all {len(stopped)} attacks")
@@ -288,8 +288,8 @@ def _unfinished_caveats(audit: Audit) -> Iterator[str]:
     attempts, costs = audit.missing_attempts(), audit.missing_utility()
     parts = []
     if attempts:
-        asked = len(audit.expected) * audit.victims
-        parts.append(f"{len(attempts):,} of {plural(asked, 'attack run')}")
+        total = len(audit.expected) * audit.victims
+        parts.append(f"{len(attempts):,} of {plural(total, 'attack run')}")
     if costs:
         parts.append(f"the cost in accuracy of {names(costs)}")
     if parts:
@@ -309,29 +309,30 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     if stopping:
         yield (
             f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public "
-            f"{audit.modality.unit}s, and attackers who only ask whose data it was, are not among them and may succeed "
-            "where these fail."
+            f"{audit.modality.unit}s, and attackers who only want to know whose data it was, are not among them and "
+            "may succeed where these fail."
         )
     generic = [defense for defense in stopping if defense in audit.generic]
     if generic:
         yield (
-            f"{names(generic)}: only the generic adaptive attacker was tried, which averages over simulated draws; "
-            "none was written for this defense, and one that was may recover more."
+            f"{names(generic)}: of adaptive attackers, only the generic one was tried, which averages over simulated "
+            "draws; an attacker written for the defense may recover more."
         )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
     for defense in [defense for defense in stopping if defense not in generic]:
         by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
     for methods, defenses in by_adapted.items():
         if len(methods) < len(_working_methods(audit)):
-            who = f"of the attacks only {_short_names(audit, methods)}" if methods else "no attack that works here"
+            subject = f"only {_short_names(audit, methods)}" if methods else "no attack that works here"
             verb = "were" if len(methods) > 1 else "was"
-            yield f"{names(defenses)}: {who} {verb} adapted to the defense; others that know it may recover more."
-    misled = [defense for defense in stopping if _labels_right(audit, defense) < MISLED]
+            others = "other attackers" if methods else "attackers"
+            yield f"{names(defenses)}: {subject} {verb} adapted to the defense; {others} who know it may recover more."
+    misled = [defense for defense in stopping if _labels_right(audit, defense) < MIN_RIGHT_LABELS]
     if misled:
         yield (
             f"{names(misled)}: most labels were inferred wrongly, and with a wrong label no "
-            f"{audit.modality.unit} is found. An attacker who has the labels, or tries them all, may recover more: see "
-            "`--labels known`."
+            f"{audit.modality.unit} is found. An attacker who knows the labels, or tries all of them, may recover "
+            "more: see `--labels known`."
         )
 
 
@@ -339,13 +340,13 @@ def _randomness_caveats(audit: Audit) -> Iterator[str]:
     if audit.real_defenses:
         yield (
             "Noise, masks and batches were drawn from seeded generators, so that this audit can be repeated. That is "
-            "for simulations only: whoever sees some draws of a seeded generator can compute the others. Clients in "
-            "use leave the generator out and draw from a cryptographic stream."
+            "for simulations only: anyone who sees some draws of a seeded generator can compute the others. Real "
+            "clients pass no generator and draw from a cryptographic stream."
         )
 
 
 def _labels_right(audit: Audit, defense: str) -> float:
-    """Share of the labels that the attackers of a defense had right."""
+    """Share of the labels that the attackers had right under `defense`."""
     known = [
         row.label_correct for row in audit.attempts if row.defense_spec == defense and row.label_correct is not None
     ]
@@ -356,12 +357,14 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
     if not audit.attempts:
         return
     if not audit.blind:
-        yield "The blind-guess rows are missing: what anyone could guess without a gradient is unknown here."
+        yield "The blind-guess rows are missing, so it is unknown what anyone could guess without a gradient."
         return
     reaching = [row for row in audit.blind if audit.modality.leaked(row.scores, blind=None)]
     if reaching:
         modality, median = audit.modality, audit.primary.words(score(audit, audit.blind).median)
-        margin = f" A leak counts only {modality.margin} that guess." if modality.margin else ""
+        margin = (
+            f" To count as leaked, a reconstruction must be {modality.margin} that guess." if modality.margin else ""
+        )
         yield (
             f"The blind guess alone, {modality.guess}, reaches the threshold for {len(reaching)} of "
             f"{_victims(audit, len(audit.blind))} (median {median}): these {modality.unit}s look alike.{margin}"
@@ -374,5 +377,5 @@ def _metric_caveats(audit: Audit) -> Iterator[str]:
         if without and metric.remedy:
             yield (
                 f"{metric.title} is missing in {without:,} of {plural(len(audit.attempts), 'row')}: its weights were "
-                f"not there. `{metric.remedy}` fetches them."
+                f"not available. `{metric.remedy}` fetches them."
             )

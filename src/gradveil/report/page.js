@@ -2,7 +2,7 @@
 for (const table of document.querySelectorAll("table.sortable")) {
   const body = table.tBodies[0];
   const headings = [...table.tHead.rows[0].cells];
-  const first = [...body.rows];  // ties keep the order of the audit, whatever was sorted before
+  const original = [...body.rows];  // ties keep the order of the audit, whatever was sorted before
 
   const compare = (a, b) => {
     const [x, y] = [Number(a), Number(b)];
@@ -11,10 +11,10 @@ for (const table of document.querySelectorAll("table.sortable")) {
 
   const sort = (column, direction) => {
     const value = (row) => row.cells[column].dataset.value;
-    const missing = first.filter((row) => value(row) === "");
-    const present = first.filter((row) => value(row) !== "");
+    const missing = original.filter((row) => value(row) === "");
+    const present = original.filter((row) => value(row) !== "");
     present.sort((a, b) => direction * compare(value(a), value(b)));
-    body.append(...present, ...missing);  // what has no value is last either way
+    body.append(...present, ...missing);  // rows without a value come last in both directions
   };
 
   headings.forEach((heading, column) => {
@@ -44,7 +44,7 @@ if (charts) {
     tip.style.top = `${above < 0 ? dot.bottom - frame.top + 8 : above}px`;
   };
   for (const point of charts.querySelectorAll(".point")) {
-    point.querySelector("title").remove();  // it would open a second tooltip
+    point.querySelector("title").remove();  // the browser would show it as a second tooltip
     point.addEventListener("pointerenter", () => show(point));
     point.addEventListener("pointerleave", hide);
     point.addEventListener("focus", () => show(point));

@@ -1,4 +1,4 @@
-"""report.html: everything about an audit in one file that opens offline."""
+"""report.html: everything about an audit in a single file that opens offline."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from gradveil.core.folders import replace_file
 from gradveil.report._gallery import figures, victim_names
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Line, Point, Scale, layout, pareto
-from gradveil.report._scores import gain, score, strongest
+from gradveil.report._scores import as_closeness, score, strongest
 from gradveil.report._tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
 from gradveil.report._text import percent
 from gradveil.report.flags import Raised, flags_for, raised
@@ -27,7 +27,7 @@ def write(source: Path | Audit) -> Path:
     Reads `config.json`, `results.jsonl`, `utility.jsonl` and `images/`. What is missing is named on the page.
 
     Args:
-        source: the audit's folder (`--out`), or what `read` made of it.
+        source: the audit's folder (`--out`), or the `Audit` that `read` returns for it.
 
     Returns:
         The path of the page.
@@ -92,20 +92,20 @@ def render(audit: Audit) -> str:
 
 
 def fill_template(name: str, **values: Any) -> str:
-    """A template of this folder with these values in it."""
-    made = Environment(
+    """A template of this folder, filled in with these values."""
+    environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters |= {"code": _code, "breakable": _breakable, "polyline": _polyline}
-    return made.get_template(name).render(values)
+    environment.filters |= {"code": _code, "breakable": _breakable, "polyline": _polyline}
+    return environment.get_template(name).render(values)
 
 
 def _code(sentence: str) -> Markup:
-    """The sentence with what stands between backticks set as code, all of it escaped."""
+    """The escaped sentence, with the parts between backticks marked up as code."""
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if index % 2 else escape(part)
         for index, part in enumerate(sentence.split("`"))
@@ -113,46 +113,52 @@ def _code(sentence: str) -> Markup:
 
 
 def _breakable(label: str) -> Markup:
-    """A label that may break after its name and between its parameters."""
+    """A label in which lines may break after the name and between parameters."""
     return Markup("<wbr>").join(re.split(r"(?<=[:,])", label))
 
 
 def _polyline(history: Sequence[float]) -> str:
-    """A curve of shares for an 80 x 22 picture."""
+    """The points of an SVG polyline, 80 x 22 pixels, for a curve of values from 0 to 1."""
     return " ".join(
         f"{1 + 78 * index / (len(history) - 1):.1f},{21 - 20 * value:.1f}" for index, value in enumerate(history)
     )
 
 
 def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
-    """The defenses that have both a cost and an attack, the names of those that do not, and what x is."""
+    """Points for the defenses that have both a cost and an attack, the names of the others, and what x is."""
     shown = {
-        defense: (*found, audit.utility[defense])
+        defense: (*best, audit.utility[defense])
         for defense in audit.defenses
-        if (found := strongest(audit, defense)) and defense in audit.utility
+        if (best := strongest(audit, defense)) and defense in audit.utility
     }
     relative = all(utility.pmm is not None for _, _, utility in shown.values())
     points = []
     for defense, (attack, result, utility) in shown.items():
         leaked = any(row.leaked for row in audit.attempts if row.defense_spec == defense)
-        kept = "" if utility.pmm is None or defense == UNDEFENDED else f", {percent(utility.pmm)} of the undefended"
+        kept = (
+            ""
+            if utility.pmm is None or defense == UNDEFENDED
+            else f", {percent(utility.pmm)} of the undefended accuracy"
+        )
         primary, interval = audit.primary, result.interval
-        between = f" ({primary.figure(interval.low)} to {primary.figure(interval.high)})" if interval.known else ""
+        interval_text = (
+            f" ({primary.figure(interval.low)} to {primary.figure(interval.high)})" if interval.known else ""
+        )
         detail = (
-            f"strongest attack: {audit.short(attack)}, median {primary.words(result.median)}{between}, "
+            f"strongest attack: {audit.short(attack)}, median {primary.words(result.median)}{interval_text}, "
             f"{'something leaked' if leaked else 'nothing leaked'}; "
             f"accuracy {percent(utility.accuracy)}{kept}"
         )
         x = utility.pmm if relative and utility.pmm is not None else utility.accuracy
-        closest = gain(audit, interval)
-        ends = (closest.low, closest.high) if interval.known else None
-        points.append(Point(defense, x, closest.estimate, leaked, detail, family(defense), ends))
+        y = as_closeness(audit, interval)
+        y_interval = (y.low, y.high) if interval.known else None
+        points.append(Point(defense, x, y.estimate, leaked, detail, family(defense), y_interval))
     not_shown = [defense for defense in audit.defenses if defense not in shown]
     return pareto(points), not_shown, "PMM" if relative else "accuracy"
 
 
 def family(defense: str) -> str:
-    """What a defense is called at any strength.
+    """The name of a defense without its parameters, the same at every strength.
 
     >>> family("dual-pruning:k1=0.05,k2=0.75+error-feedback:decay=0.5"), family("gaussian-noise:std=1e+37")
     ('dual-pruning+error-feedback', 'gaussian-noise')
@@ -161,26 +167,26 @@ def family(defense: str) -> str:
 
 
 def _price(audit: Audit) -> dict[str, str] | None:
-    """What the defenses were matched to, in words; None if they were not."""
+    """The cost that the defenses were matched to, in words; None if they were not matched."""
     if not audit.matches:
         return None
     first = audit.matches[0]
-    words = {
+    phrase = {
         "accuracy": "keeps {} of the undefended accuracy (PMM)",
         "power": "changes the update by {} of its power, |u − g|² / |g|²",
         "bytes": "uploads {} of the undefended bytes",
     }[first.kind]
-    return {"words": words.format(price(first.kind, first.target)), "tolerance": tolerance(first)}
+    return {"words": phrase.format(price(first.kind, first.target)), "tolerance": tolerance(first)}
 
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
-    """All of the config but the command and the methods, which the page shows by themselves."""
-    elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "caveats"}
-    return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in elsewhere]
+    """All settings except the command and the methods, which the page shows elsewhere."""
+    shown_elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "caveats"}
+    return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in shown_elsewhere]
 
 
 def _words(value: object) -> str:
-    """A JSON value as a reader wants it."""
+    """A JSON value formatted for readers."""
     if value is None:
         return "none"
     if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""An audit as the report sees it: what was asked, what was measured, what is still missing; read from disk once."""
+"""An audit as the report sees it, read from disk once: what was requested, measured and is still missing."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +18,27 @@ UNDEFENDED = "none"
 
 @dataclass(frozen=True)
 class Audit:
-    """All that an audit left on disk, finished or not.
+    """Everything that an audit left on disk, finished or not.
 
-    Defenses are specs, in the order in which they were asked for, at the strength that a match found; `methods` are
-    the specs of the attacks, `attacks` are these as they ran. `expected` are the pairs of defense and attack that were
-    to run. `generic` are the defenses for which nobody has written an adaptive attacker; `caveats` are the methods of
-    which something must be said, by what that is. `examples` are those behind each victim. `torn` names the files
-    whose last line was cut short; `loaded` holds what else was read, by name.
+    Args:
+        folder: the audit's folder.
+        config: the settings and facts of `config.json`.
+        modality: what an input is.
+        metrics: the metrics of the rows.
+        defenses: their specs in the order requested, at the strengths that `--match` found, if it was used.
+        attacks: the attacks as they ran, plain, adaptive or both.
+        methods: the specs of the attacks.
+        expected: the pairs of defense and attack that the audit is to run.
+        generic: the defenses that have no adaptive attacker of their own, only the generic one.
+        caveats: the specs of the methods that declare each caveat, by its text.
+        victims: how many victims there are.
+        examples: how many examples are behind each victim's update.
+        attempts: the rows of the attacks.
+        blind: the rows of the blind guess.
+        utility: the cost of each defense, by spec.
+        matches: the strengths that `--match` found.
+        torn: the files whose last line was cut short.
+        loaded: cache of the pictures read so far, by name.
     """
 
     folder: Path
@@ -58,32 +72,32 @@ class Audit:
 
     @cached_property
     def _by_pair(self) -> dict[tuple[str | None, MethodId], list[ResultRow]]:
-        found: dict[tuple[str | None, MethodId], list[ResultRow]] = {}
+        by_pair: dict[tuple[str | None, MethodId], list[ResultRow]] = {}
         for row in self.attempts:
-            found.setdefault((row.defense_spec, row.method), []).append(row)
-        return found
+            by_pair.setdefault((row.defense_spec, row.method), []).append(row)
+        return by_pair
 
     def of(self, defense: str, attack: MethodId) -> list[ResultRow]:
         """The rows of one attack under one defense."""
         return self._by_pair.get((defense, attack), [])
 
     def without_defense(self, attack: MethodId) -> list[ResultRow]:
-        """What `attack` reaches undefended; of an adaptive attack with no such rows, its plain form's.
+        """The undefended rows of `attack`, or of its plain form if it is adaptive and has none.
 
         Without a defense there is nothing to adapt to, so an audit may run only the plain form there.
         """
         return self.of(UNDEFENDED, attack) or self.of(UNDEFENDED, MethodId(attack.spec))
 
     def short(self, attack: MethodId) -> str:
-        """The attack in words, without parameters where no other attack of the audit shares its name."""
+        """The attack in words, without its parameters unless another attack of the audit has the same name."""
         shared = sum(MethodId(spec).name == attack.name for spec in self.methods) > 1
         return attack.words if shared else MethodId(attack.name, attack.adaptive).words
 
     def missing_attempts(self) -> list[tuple[str, MethodId, int]]:
-        """(defense, attack, victim) of every row that was asked for and is not there."""
+        """(defense, attack, victim) of every row that is expected but missing."""
         done = {(row.defense_spec, row.method, row.victim) for row in self.attempts}
-        wanted = ((*pair, victim) for pair in self.expected for victim in range(self.victims))
-        return [row for row in wanted if row not in done]
+        expected = ((*pair, victim) for pair in self.expected for victim in range(self.victims))
+        return [row for row in expected if row not in done]
 
     def missing_utility(self) -> list[str]:
         """The defenses whose cost was not measured."""
@@ -93,15 +107,15 @@ class Audit:
 def read(folder: Path) -> Audit:
     """Read an audit folder, finished or not.
 
-    A last line that was cut short by a kill is left out and its file named in `torn`; anything else that is
-    broken, or belongs to another audit, raises `DataError` with the file and the line. Nothing that the folder names
-    is run.
+    If a killed run left an incomplete last line, that line is skipped and its file is named in `torn`. Anything else
+    that is broken, or belongs to another audit, raises `DataError` with the file and the line. Nothing that the folder
+    names is run.
     """
     folder = Path(folder)
     config = read_audit(folder)
-    found = read_rows(folder, config)
-    attempts = tuple(row for row in found.results if row.attack_spec != BLIND_GUESS)
-    defenses = {asked: spec for spec, asked in strengths(config, found.matches).items()}
+    rows = read_rows(folder, config)
+    attempts = tuple(row for row in rows.results if row.attack_spec != BLIND_GUESS)
+    defenses = {requested: spec for spec, requested in strengths(config, rows.matches).items()}
     return Audit(
         folder=folder,
         config={key: value for key, value in config.items() if key != DIGEST},
@@ -111,25 +125,25 @@ def read(folder: Path) -> Audit:
         attacks=tuple(_variants(config["attacks"], {row.method for row in attempts})),
         methods=tuple(config["attacks"]),
         expected=tuple(_expected(config, defenses)),
-        generic=frozenset(spec for asked, spec in defenses.items() if asked in config["generic"]),
+        generic=frozenset(spec for requested, spec in defenses.items() if requested in config["generic"]),
         caveats=_caveats(config, defenses),
         victims=config["victims"],
         examples=config["batch_size"] * config["aggregated"],
         attempts=attempts,
-        blind=tuple(row for row in found.results if row.attack_spec == BLIND_GUESS),
-        utility={row.defense_spec: row for row in found.utility},
-        matches=tuple(found.matches),
-        torn=found.torn,
+        blind=tuple(row for row in rows.results if row.attack_spec == BLIND_GUESS),
+        utility={row.defense_spec: row for row in rows.utility},
+        matches=tuple(rows.matches),
+        torn=rows.torn,
     )
 
 
 def title(defense: str) -> str:
-    """A defense's label as the title of a row of pictures."""
+    """The title of a defense's row of pictures."""
     return "no defense" if defense == UNDEFENDED else defense
 
 
 def _variants(specs: Iterable[str], ran: set[MethodId]) -> Iterator[MethodId]:
-    """Each attack as its rows have it: plain, adaptive or both; plain if it has no rows yet."""
+    """Each attack in the forms that have rows, plain, adaptive or both; plain if it has no rows yet."""
     for plain, adaptive in ((MethodId(spec), MethodId(spec, adaptive=True)) for spec in specs):
         if plain in ran or adaptive not in ran:
             yield plain
@@ -138,20 +152,20 @@ def _variants(specs: Iterable[str], ran: set[MethodId]) -> Iterator[MethodId]:
 
 
 def _expected(config: Mapping[str, Any], defenses: Mapping[str, str]) -> Iterator[tuple[str, MethodId]]:
-    """The pairs of defense and attack that were to run."""
+    """The pairs of defense and attack that the audit is to run."""
     adapted = {(defense, attack) for defense, attack in config["adapted"]}
-    for asked, defense in defenses.items():
+    for requested, defense in defenses.items():
         for spec in config["attacks"]:
-            if (asked, spec) not in adapted or not config["adaptive"]:
+            if (requested, spec) not in adapted or not config["adaptive"]:
                 yield defense, MethodId(spec)
-            if (asked, spec) in adapted:
+            if (requested, spec) in adapted:
                 yield defense, MethodId(spec, adaptive=True)
 
 
 def _caveats(config: Mapping[str, Any], defenses: Mapping[str, str]) -> dict[str, list[str]]:
-    """The methods by what must be said of them; those that a match left out are not there."""
-    found: dict[str, list[str]] = {}
-    for asked, spec in [*defenses.items(), *((spec, spec) for spec in config["attacks"])]:
-        for caveat in config["caveats"].get(asked, []):
-            found.setdefault(caveat, []).append(spec)
-    return found
+    """The methods by caveat, without those that `--match` left out."""
+    by_caveat: dict[str, list[str]] = {}
+    for requested, spec in [*defenses.items(), *((spec, spec) for spec in config["attacks"])]:
+        for caveat in config["caveats"].get(requested, []):
+            by_caveat.setdefault(caveat, []).append(spec)
+    return by_caveat
