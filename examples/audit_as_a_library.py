@@ -20,9 +20,9 @@ public = digits.train.batch(range(100))  # not a victim's: defenses may measure 
 attack = gradveil.attack("idlg", iterations=120)
 
 for spec in ("none", "dual-pruning", "gaussian-noise:std=0.3"):
-    stage = prepare(task, gradveil.defense(spec), attack, public=public)
+    prepared = prepare(task, gradveil.defense(spec), attack, public=public)
     for adaptive in (False, True):
-        observation = observe(fit(Case(stage, attack, victims, adaptive=adaptive)))
+        observation = observe(fit(Case(prepared, attack, victims, adaptive=adaptive)))
         scores = score(observation, attack_on(observation), Scorer(task.modality))
         psnr = statistics.median(victim.metrics["psnr"] for victim in scores)
         power = observation.power[0]  # how much the defense changed the first victim's gradient

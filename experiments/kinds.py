@@ -89,9 +89,9 @@ def attack_of(case: Row) -> Attack:
 def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
     """What the attacker sees of the victims, and what it reconstructs from that."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
-    stage = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
+    prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
-    attack_case = cases.Case(stage, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
+    attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
     seen = cases.observe(cases.fit(attack_case, progress=session.progress))
     found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
@@ -130,8 +130,8 @@ def attack_row(case: Row, seen: Observation, found: Reconstruction) -> Row:
         row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
         row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, each=each)
     if attack_case.adaptive:
-        stage, local = attack_case.stage, attack_case.local
-        forms = stage.defense.adapt(stage.task, batch_size=victims.batch_size, local=local)
+        prepared, local = attack_case.prepared, attack_case.local
+        forms = prepared.defense.adapt(prepared.task, batch_size=victims.batch_size, local=local)
         row["form"] = next(iter(forms), "expectation") if attack_case.adaptive is True else attack_case.adaptive
     return row
 

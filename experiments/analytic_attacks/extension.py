@@ -58,7 +58,7 @@ def imprint(case: Row, session: Session) -> Row:
     expected = (1 - 1 / attack_case.attack.bins) ** (attack_case.victims.batch_size - 1)
     row |= {"mean_share": float(shares.mean()), "expected_share": expected, "declared_single": int(certain.sum())}
     row[f"of_these_above_{above}_db"] = int((certain & good).sum())
-    return row | ({"findings": findings(attack_case.stage.sent)} if case.get("inspect") else {})
+    return row | ({"findings": findings(attack_case.prepared.sent)} if case.get("inspect") else {})
 
 
 def ranks(case: Row, _session: Session) -> Row:

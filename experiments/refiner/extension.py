@@ -29,7 +29,7 @@ class Unweighted(Refiner):
 def attack(case: Row, session: Session) -> Row:
     """Run an attack, and measure how far the shared gradient lies from the victim's own."""
     seen, found = run_attack(case, session)
-    row, victims, task = attack_row(case, seen, found), seen.case.victims, seen.case.stage.task
+    row, victims, task = attack_row(case, seen, found), seen.case.victims, seen.case.prepared.task
     gradients = [task.gradients(*victims.batches(victim)[0]) for victim in range(len(victims))]
     norms = [float(torch.cat([value.flatten() for value in gradient.values()]).norm()) for gradient in gradients]
     relative = [power**0.5 for power in seen.power]

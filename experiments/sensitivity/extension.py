@@ -32,12 +32,12 @@ def tradeoff(case: Row, session: Session) -> Row:
     if "u2_of" in case:
         case = {**case, "defense": noise_of_equal_u2(case)}
     seen, found = run_attack(case, session)
-    stage, batches = seen.case.stage, batches_of(seen.case.victims)
+    prepared, batches = seen.case.prepared, batches_of(seen.case.victims)
     draws = derived_generator(case["seed"], "u2")
-    use = theory.usefulness(stage.task, batches, stage.defense, draws=32, generator=draws)
+    use = theory.usefulness(prepared.task, batches, prepared.defense, draws=32, generator=draws)
     result = run_training(case, session)
-    row = attack_row(case, seen, found) | {"defense": str(stage.defense), "u1": use.u1, "u2": use.u2}
-    row["data_information"] = data_information(stage.task, batches, stage.defense, case["seed"])
+    row = attack_row(case, seen, found) | {"defense": str(prepared.defense), "u1": use.u1, "u2": use.u2}
+    row["data_information"] = data_information(prepared.task, batches, prepared.defense, case["seed"])
     row |= {"train_loss": evaluate(result.task, dataset_of(case).train)[1], "test_accuracy": result.accuracy}
     return row | {"history": result.history, "round_seconds": result.round_seconds}
 
@@ -89,8 +89,8 @@ def bound(case: Row, _session: Session) -> Row:
     defense, guesses = gradveil.defense("gaussian-noise", std=math.sqrt(variance)), {}
     for spec in case["attacks"]:
         attacker = gradveil.attack(spec)
-        stage = prepare(task, defense, attacker, public=None, seed=case["seed"])
-        seen = observe(Case(stage, attacker, smoothed, labels="known", seed=case["seed"]))
+        prepared = prepare(task, defense, attacker, public=None, seed=case["seed"])
+        seen = observe(Case(prepared, attacker, smoothed, labels="known", seed=case["seed"]))
         guesses[spec] = attack_on(seen).inputs
     guesses["the image before smoothing"] = images
     pairs = zip(before, (rounds[0][1] for rounds in seen.seen), strict=True)

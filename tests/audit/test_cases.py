@@ -83,7 +83,7 @@ def test_local_steps_apply_to_clients_and_attackers(dataset, task):
     seen = observe(case)
     assert seen.seen[0][0][1].meta.local == local
     assert seen.power == [0.0, 0.0]
-    assert bound(replace(case, stage=prepare(task, gradveil.defense("gaussian-noise"), ATTACK, public=None))) is None
+    assert bound(replace(case, prepared=prepare(task, gradveil.defense("gaussian-noise"), ATTACK, public=None))) is None
     assert attack_on(seen).inputs.shape == (2, 2, 1, 12, 12)
 
 
@@ -104,7 +104,7 @@ def test_several_rounds_are_observed_at_other_weights(dataset, task):
     seen = observe(case_of(dataset, task, "top-k:keep=0.3+error-feedback", rounds=3, server_lr=0.5))
     for rounds in seen.seen:
         assert len(rounds) == 3
-        weights = [stage.parameters["classifier.weight"] for stage, _ in rounds]
+        weights = [task.parameters["classifier.weight"] for task, _ in rounds]
         assert not torch.equal(weights[0], weights[1])
     first = observe(case_of(dataset, task, "top-k:keep=0.3+error-feedback")).seen
     for one, several in zip(first, seen.seen, strict=True):

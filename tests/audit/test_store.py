@@ -85,7 +85,7 @@ def test_the_writer_checks_what_it_writes(tmp_path, changes, message):
 
 def test_a_method_is_identified_by_its_spec_and_by_what_its_attacker_knows():
     plain, adaptive = MethodId("idlg:iterations=3"), MethodId("idlg:iterations=3", adaptive=True)
-    assert (plain.name, plain.words, adaptive.words) == ("idlg", "idlg:iterations=3", "idlg:iterations=3 (adaptive)")
+    assert (plain.name, plain.title, adaptive.title) == ("idlg", "idlg:iterations=3", "idlg:iterations=3 (adaptive)")
     assert len({plain, adaptive, MethodId("idlg:iterations=3")}) == 2
     assert sorted([MethodId("r-gap"), adaptive, plain]) == [plain, adaptive, MethodId("r-gap")]
 

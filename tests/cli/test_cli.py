@@ -312,7 +312,7 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
     assert "PMM" in out
     code, _, err = gradveil_command(*COMPARED.split(), "--out", folder)
     assert code == 2
-    assert "holds a training already; go on with --resume or choose another --out" in err
+    assert "already holds a training; continue with --resume or choose another --out" in err
     code, _, err = gradveil_command("train", "--resume", "--out", folder, "--lr", 0.7)
     assert code == 2
     assert "lr was 0.05, is 0.7" in err
@@ -342,7 +342,7 @@ def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_comma
     file.write_text(words.format("nn.Flatten(), nn.ReLU()"))
     code, _, err = gradveil_command(*named)
     assert code == 2
-    assert "has changed since; choose another --out, or bring the file back" in err
+    assert "has changed since; choose another --out, or restore the file" in err
 
 
 @pytest.mark.slow
@@ -390,7 +390,7 @@ def test_train_resumes_only_where_there_is_a_training(gradveil_command, tmp_path
 
     assert "train: --resume needs --out" in refused()
     typo = tmp_path / "typo"
-    assert f"expected a folder that holds a training, got {typo}, which is not there" in refused("--out", typo)
+    assert f"expected a folder that holds a training, got {typo}, which does not exist" in refused("--out", typo)
     assert not typo.exists()
     assert "which holds none; leave --resume out to begin one" in refused("--out", tmp_path, "--model", "mlp")
     assert not list(tmp_path.iterdir())

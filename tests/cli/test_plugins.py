@@ -157,7 +157,7 @@ def test_both_are_listed_and_trained(gradveil_command, install, file, tmp_path):
 @pytest.mark.parametrize(
     ("code", "message"),
     [
-        ("import not_there", "line 1: ModuleNotFoundError: No module named 'not_there'; mend it, or leave it out"),
+        ("import not_there", "line 1: ModuleNotFoundError: No module named 'not_there'; fix it, or leave it out"),
         ("x = 1\n\nx.y", "line 3: AttributeError: 'int' object has no attribute 'y'"),
         ("def broken(:", "SyntaxError: invalid syntax"),
         (PLUGIN.replace('"halving"', '"top-k"'), "UnknownNameError: defense 'top-k' is registered already, by TopK"),
@@ -186,10 +186,10 @@ def test_a_broken_package_gets_one_line(gradveil_command, install):
     broken = "plugin halving of the package broken_plugin 1.2 (broken_plugin): ModuleNotFoundError: No module named"
     status, _, err = gradveil_command("audit", "--defense", "halving")
     assert status == 2
-    assert f"error: {broken} 'not_there'; mend the package, or uninstall it" in err
+    assert f"error: {broken} 'not_there'; fix the package, or uninstall it" in err
     status, _, err = gradveil_command("audit", "--attack", "grey")
     assert status == 2
-    assert "expected it to register 'grey' among the attacks, which it did not" in err
+    assert "expected it to register 'grey' among the attacks, but it did not" in err
 
 
 @pytest.mark.filterwarnings("default")

@@ -23,9 +23,10 @@ from PIL import EpsImagePlugin, Image
 
 from gradveil.core.errors import DataError
 from gradveil.data._image_folder import FORMATS
-from gradveil.data._limits import MOST_GROWTH, check_size
+from gradveil.data._limits import MAX_GROWTH, check_size
 from gradveil.data._pickles import read_pickled_arrays
-from gradveil.data.formats import read
+from gradveil.data.formats import read, read_idx_folder, read_svhn_folder
+from gradveil.data.npz import read_arrays
 
 MIB = 2**20
 LARGE = 80 * MIB  # large enough that a third copy exceeds the 64 MiB
@@ -254,17 +255,17 @@ def many_image_bombs(folder: Path) -> Path:
 
 
 BOMBS = {
-    npz_bomb: f"more than {MOST_GROWTH} times as much",
+    npz_bomb: f"more than {MAX_GROWTH} times as much",
     npz_that_lies: "x_train declares",
     npz_of_something_else: r"its member 'x_train' is not a plain \.npy array",
-    npz_that_uses_bytes_twice: f"more than {MOST_GROWTH} times as much|[Oo]verlap",
-    gz_bomb: f"more than {MOST_GROWTH} times as much",
+    npz_that_uses_bytes_twice: f"more than {MAX_GROWTH} times as much|[Oo]verlap",
+    gz_bomb: f"more than {MAX_GROWTH} times as much",
     gz_with_excess_data: r"\[10, 28, 28\] values are declared, got 7841",
     pickle_bomb: "CIFAR batch",
     nested_pickle_bomb: "occurs in several places",
-    matlab_bomb: f"more than {MOST_GROWTH} times as much",
+    matlab_bomb: f"more than {MAX_GROWTH} times as much",
     image_bomb: "more than 16,777,216|decompression bomb",
-    many_image_bombs: f"more than {MOST_GROWTH} times as much",
+    many_image_bombs: f"more than {MAX_GROWTH} times as much",
 }
 
 
@@ -370,3 +371,20 @@ def test_hostile_programs_are_refused(tmp_path, content):
     (tmp_path / "p").write_bytes(content)
     with pytest.raises(DataError, match="expected a pickle of plain numpy arrays"):
         read_pickled_arrays(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("name", "read_it"),
+    [
+        ("data_batch_1", read_pickled_arrays),
+        ("own.npz", read_arrays),
+        ("train_32x32.mat", lambda path: read_svhn_folder(path.parent)),
+        ("train-images-idx3-ubyte", lambda path: read_idx_folder(path.parent)),
+        ("train-images-idx3-ubyte.gz", lambda path: read_idx_folder(path.parent)),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path, name, read_it):
+    """Opening a pipe would wait forever for somebody to write into it."""
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match="it is not a regular file"):
+        read_it(tmp_path / name)

@@ -21,7 +21,7 @@ def half(monkeypatch):
 
     @ENGINES.register("half")
     class Half(Engine):
-        words = "the engine of half the rounds"
+        title = "the engine of half the rounds"
 
         def run(self, task, dataset, defense, training, *, progress=None, watch=None):
             rounds = training.rounds // 2
@@ -57,7 +57,7 @@ def test_an_engine_from_outside_trains_on_the_command_line(half, capsys, monkeyp
         monkeypatch.setattr("sys.argv", ["gradveil", "train", "--engine", "half", *words.split()])
         with pytest.raises(SystemExit, match="2"):
             cli.main()
-        assert f"{half.words} " in capsys.readouterr().err
+        assert f"{half.title} " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["checkpoint", "resume", "execution", "transport"])

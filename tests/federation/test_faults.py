@@ -42,7 +42,7 @@ class Server(OpenRound):
             defense=gradveil.defense("none"),
             parameters=MODEL,
             statistics=BUFFERS,
-            most_samples=32,
+            max_samples=32,
         )
 
     def accepts(self, client: int, message: bytes) -> bool:

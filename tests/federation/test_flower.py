@@ -294,7 +294,7 @@ def test_every_defense_becomes_a_mod_or_says_why_not(name):
         (lambda: defense_mod("none", send="post"), "defense_mod: send must be one of wire, dense, got 'post'"),
         (lambda: defense_mod(gradveil.defense("top-k"), keep=0.1), "has its parameters already, got also keep"),
         (lambda: GradveilStrategy(FedAvg(), "none", lr=-1), "GradveilStrategy: lr must be a number above 0, got -1"),
-        (lambda: wrapped(most_examples=0), "GradveilStrategy: most_examples must be a whole number from 1"),
+        (lambda: wrapped(max_examples=0), "GradveilStrategy: max_examples must be a whole number from 1"),
         (lambda: wrapped(statistics="bn"), "GradveilStrategy: statistics must be a model .* got 'bn'; write a list"),
         (lambda: defense_mod("none", statistics=[1]), r"defense_mod: statistics must be a model .* got \[1\]"),
         (lambda: defense_mod("none", metrics="loss"), "defense_mod: metrics must be names of metrics, got 'loss'"),
@@ -1270,7 +1270,7 @@ def test_huge_weights_do_not_set_the_model_to_zero():
 
 
 def test_weights_up_to_the_bound_count():
-    strategy = wrapped(most_examples=120)
+    strategy = wrapped(max_examples=120)
     run(strategy, client_app(defense_mod("none", lr=LR)))  # they have 110, 120 and 130
     [fault] = strategy.faults
     assert (fault.client, fault.reason) == (13, "reply: num-examples must be a number from 1 to 120, got 130")

@@ -8,7 +8,7 @@ import torch
 import gradveil
 from gradveil.core.errors import InputError, NotFiniteError
 from gradveil.federation.faults import Refused
-from gradveil.federation.protocol import OpenRound, Replies, weight_of
+from gradveil.federation.protocol import OpenRound, Replies, total_weight
 from gradveil.update import Meta, Update, wire
 
 MODEL = {"w": torch.arange(10.0)}
@@ -166,8 +166,8 @@ def test_statistics_may_be_left_out_only_if_that_is_allowed():
 
 @pytest.mark.parametrize("claimed", [0, 33, -1, float("nan"), float("inf"), "3", [3], True, None])
 def test_a_weight_is_a_whole_number_within_its_bound(claimed):
-    assert weight_of("samples", 32, 32) == 32.0
+    assert total_weight("samples", 32, 32) == 32.0
     with pytest.raises(ValueError, match="samples must be a number from 1 to 32, got"):
-        weight_of("samples", claimed, 32)
+        total_weight("samples", claimed, 32)
     with pytest.raises(InputError, match="samples must be a whole number, got 1.5"):
-        weight_of("samples", 1.5, 32)
+        total_weight("samples", 1.5, 32)

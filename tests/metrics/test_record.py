@@ -48,8 +48,8 @@ def test_a_name_is_taken_once_and_unknown_names_are_refused():
 
 
 def test_words():
-    assert METRICS.get("psnr").words(31.26) == "31.3 dB"
-    assert METRICS.get("ssim").words(-0.001) == "0.00"
+    assert METRICS.get("psnr").with_unit(31.26) == "31.3 dB"
+    assert METRICS.get("ssim").with_unit(-0.001) == "0.00"
     assert METRICS.get("psnr").heading == "PSNR dB"
 
 
@@ -148,4 +148,6 @@ def test_a_metric_does_not_take_the_name_of_another_key():
     for name in ("seed", "trained_on", "digest"):
         with pytest.raises(ParameterError, match=f"metric '{name}': expected a name that is not a key of a row"):
             ResultRow.schema([largest_error(name)])
-    assert ResultRow.schema([largest_error(high=math.inf)])["largest_error"].words == "a finite number of at least 0"
+    assert (
+        ResultRow.schema([largest_error(high=math.inf)])["largest_error"].description == "a finite number of at least 0"
+    )

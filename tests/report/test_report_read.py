@@ -16,7 +16,7 @@ def test_a_whole_audit_is_read_as_it_was_asked_for(make_audit):
     draft = make_audit()
     audit = read(draft.write())
     assert list(audit.defenses) == draft.config["defenses"]
-    assert [attack.words for attack in audit.attacks] == draft.config["attacks"]
+    assert [attack.title for attack in audit.attacks] == draft.config["attacks"]
     assert len(audit.attempts) == 6 * 2 * 4
     assert len(audit.blind) == 4
     assert set(audit.utility) == set(audit.defenses)
@@ -30,8 +30,8 @@ def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_a
     adaptive = [{**row, "adaptive": True} for row in draft.rows(defense="top-k")]
     draft.results += adaptive
     audit = read(draft.write())
-    assert [attack.words for attack in audit.attacks] == ["idlg:iterations=100", "idlg:iterations=100 (adaptive)"]
-    assert audit.short(audit.attacks[1]) == "idlg (adaptive)"
+    assert [attack.title for attack in audit.attacks] == ["idlg:iterations=100", "idlg:iterations=100 (adaptive)"]
+    assert audit.short_name(audit.attacks[1]) == "idlg (adaptive)"
     assert len(audit.without_defense(audit.attacks[1])) == 4
     assert audit.missing_attempts() == []
 
@@ -39,7 +39,7 @@ def test_adaptive_rows_are_an_attack_of_their_own_with_the_plain_baseline(make_a
 def test_short_names_keep_the_parameters_that_tell_two_attacks_apart(make_audit):
     draft = make_audit(attacks=[("idlg", {"iterations": 1}, 0.9), ("idlg", {"iterations": 100}, 0.0)])
     audit = read(draft.write())
-    assert [audit.short(attack) for attack in audit.attacks] == ["idlg:iterations=1", "idlg:iterations=100"]
+    assert [audit.short_name(attack) for attack in audit.attacks] == ["idlg:iterations=1", "idlg:iterations=100"]
 
 
 def test_missing_rows_are_named(make_audit):

@@ -109,3 +109,11 @@ def test_updates_of_different_models_are_refused():
 def test_local_steps_check_their_parameters():
     with pytest.raises(ParameterError, match="LocalSteps: lr must be a number above 0, got 0"):
         gradveil.LocalSteps(lr=0)
+
+
+def test_updates_with_other_statistics_are_refused():
+    layers = {"w": torch.ones(2)}
+    updates = [Update(layers, Meta(buffers=buffers)) for buffers in ({"mean": torch.zeros(2)}, {})]
+    for pair in (updates, updates[::-1], [updates[0], Update(layers, Meta(buffers={"mean": torch.zeros(3)}))]):
+        with pytest.raises(InputError, match="aggregate: expected of every update for the statistic 'mean'"):
+            weighted_mean(pair)

@@ -10,7 +10,7 @@ from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.randomness import derived_generator
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Update, weight_of
+from gradveil.update import LocalSteps, Update, total_weight
 
 ROUNDING = 1e-4
 """How much larger in magnitude, relatively, another entry of the bias gradient may be than the label's. With two
@@ -119,7 +119,7 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
             "label inference: a batch needs a classifier with a trained bias, got one without; "
             "use ThreatModel(labels='known', known_labels=...)"
         )
-    mean_gradient = bias / weight_of(local, batch_size)  # because an update sums the gradients of its steps
+    mean_gradient = bias / total_weight(local, batch_size)  # because an update sums the gradients of its steps
     generator, shape = derived_generator(0, "labels"), (64, *task.input_shape)
     noise = task.modality.start(shape, generator, dtype=task.dtype, device=generator.device).to(task.device)
     mean_prediction = task.outputs(task.parameters, noise).softmax(1).mean(0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import InputError, ThreatModelError
-from gradveil.core.tensors import misfit
+from gradveil.core.tensors import first_mismatch
 from gradveil.defenses.base import Batch
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.modality import Modality
@@ -154,7 +154,7 @@ def _check_update(owner: str, task: Task, update: Update, threat: ThreatModel) -
             f"{owner}: the update comes from {update.meta.samples} {task.modality.unit}s and local steps "
             f"{update.meta.local}, but the threat model says {threat.batch_size} and {threat.local}; make them agree"
         )
-    if mismatch := misfit(task.parameters, update):
+    if mismatch := first_mismatch(task.parameters, update):
         layer, expected, got = mismatch
         raise InputError(
             f"{owner}: the update does not fit the model: layer {layer!r} should have shape {expected}, got {got}"

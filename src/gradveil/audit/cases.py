@@ -2,8 +2,8 @@
 
 An audit, an experiment and a test all take the same steps::
 
-    stage = prepare(task, defense, attack, public=public, seed=0)
-    seen = observe(fit(Case(stage, attack, victims)))
+    prepared = prepare(task, defense, attack, public=public, seed=0)
+    seen = observe(fit(Case(prepared, attack, victims)))
     scores = score(seen, attack_on(seen), scorer)
 """
 
@@ -29,7 +29,7 @@ from gradveil.core import checks
 from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.randomness import derived_generator
 from gradveil.core.registry import parse_spec
-from gradveil.core.tensors import misfit
+from gradveil.core.tensors import first_mismatch
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
 from gradveil.federation.job import as_batch
@@ -107,7 +107,7 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
             f"{path}: expected weights in the safetensors format, got something else ({error}); write them with "
             "safetensors.torch.save_file(model.state_dict(), path)"
         ) from error
-    if wrong := misfit(model.state_dict(), values):
+    if wrong := first_mismatch(model.state_dict(), values):
         name, expected, got = wrong
         raise DataError(f"{path}: expected for {name!r} {expected}, got {got}; use weights of this very model")
     for name, value in values.items():
@@ -178,7 +178,7 @@ def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: 
 
 
 @dataclass(frozen=True, eq=False)
-class Stage:
+class PreparedDefense:
     """A defense that is prepared for the model that a server sends.
 
     Args:
@@ -194,7 +194,7 @@ class Stage:
     public: Batch | None
 
 
-def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | None, seed: int = 0) -> Stage:
+def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | None, seed: int = 0) -> PreparedDefense:
     """Let an active server change the model, then prepare the clients' defense for the model that they are sent.
 
     Args:
@@ -208,7 +208,7 @@ def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | Non
     sent = attack.modify(task, public=public, generator=derived_generator(seed, "modify", str(attack), device=device))
     randomness = derived_generator(seed, "prepare", str(defense), device=device)
     prepared, trained = defense.prepare(sent, public=public, generator=randomness)
-    return Stage(prepared, sent, trained, public)
+    return PreparedDefense(prepared, sent, trained, public)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +216,7 @@ class Case:
     """One defense against one attacker on some victims.
 
     Args:
-        stage: the prepared defense and the model.
+        prepared: the prepared defense and the model.
         attack: the attack.
         victims: whom it attacks.
         adaptive: whether the attacker knows the defense, or the name of the form in which it uses that knowledge.
@@ -227,7 +227,7 @@ class Case:
         seed: everything random derives from it.
     """
 
-    stage: Stage
+    prepared: PreparedDefense
     attack: Attack
     victims: Victims
     adaptive: bool | str = False
@@ -243,17 +243,17 @@ class Case:
             labels=self.labels,
             batch_size=batch_size,
             adaptive=self.adaptive,
-            defense=self.stage.defense,
+            defense=self.prepared.defense,
             local=self.local,
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
-            public=self.stage.public if self.attack.needs_public else None,
+            public=self.prepared.public if self.attack.needs_public else None,
         )
 
     def randomness(self, *path: object) -> torch.Generator:
         """A separate generator for each use."""
-        return derived_generator(self.seed, *path, device=self.stage.task.device)
+        return derived_generator(self.seed, *path, device=self.prepared.task.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -282,17 +282,17 @@ class Observation:
 
 def observe(case: Case) -> Observation:
     """What the server sees of each victim's clients in the first rounds, as if no other clients took part in them."""
-    stage, victims = case.stage, case.victims
+    prepared, victims = case.prepared, case.victims
     memories: list[list[Memory]] = [[{} for _ in range(victims.clients)] for _ in range(len(victims))]
     seen: list[list[tuple[Task, Update]]] = []
     powers: list[float | None] = []
-    task = stage.task
+    task = prepared.task
     for number in range(case.rounds):
         visible: list[Update] = []
         sent: list[Update] = []
         for victim in range(len(victims)):
             updates, tasks = _share_round(case, task, victim, memories[victim], number)
-            seen_of_victim = stage.defense.visible(updates)
+            seen_of_victim = prepared.defense.visible(updates)
             if number == 0:
                 powers.append(_power(case, tasks, victim, seen_of_victim))
             sent += updates
@@ -301,7 +301,7 @@ def observe(case: Case) -> Observation:
         for rounds, update in zip(seen, visible, strict=True):
             rounds.append((task, update))
         if number + 1 < case.rounds:
-            mean = stage.defense.aggregate(sent)
+            mean = prepared.defense.aggregate(sent)
             task = task.with_parameters(
                 {name: value - case.server_lr * mean[name] for name, value in task.parameters.items()}
             )
@@ -313,7 +313,7 @@ def _share_round(
     case: Case, task: Task, victim: int, memories: Sequence[Memory], number: int
 ) -> tuple[list[Update], list[Task]]:
     """What a victim's clients send in one round, and the models that they were sent."""
-    defense, victims = case.stage.defense, case.victims
+    defense, victims = case.prepared.defense, case.victims
     first = (victims.first + victim) * victims.clients
     round_path = (number,) if number else ()  # the first round draws as in an audit of one round
     tasks = [case.attack.for_client(task, first + client) for client in range(victims.clients)]
@@ -341,15 +341,15 @@ def _share_round(
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:
     """The mean over a victim's clients of `metrics.relative_power` in the first round."""
-    stage, victims = case.stage, case.victims
-    if misfit(stage.task.parameters, stage.sent.parameters):
+    prepared, victims = case.prepared, case.victims
+    if first_mismatch(prepared.task.parameters, prepared.sent.parameters):
         return None
     powers = []
     for client, (task, batch) in enumerate(zip(tasks, victims.batches(victim), strict=True)):
         seen = visible[client * len(visible) // victims.clients]
         mean = {name: value / seen.meta.clients for name, value in seen.items()}
         number = (victims.first + victim) * victims.clients + client
-        generator = case.randomness("share", str(stage.defense), number)  # so that local steps use the same order
+        generator = case.randomness("share", str(prepared.defense), number)  # so that local steps use the same order
         honest = compute_update(task, *as_batch(task, batch), local=case.local, generator=generator)
         powers.append(metrics.relative_power(honest, mean))
     return finite(fmean(powers))
@@ -369,10 +369,10 @@ def bound(case: Case) -> float | None:
     """The least mean squared error of any attacker on smoothed inputs; None: no bound is known."""
     if case.local is not None or case.rounds > 1:
         return None  # the bound is that of one gradient
-    stage, victims = case.stage, case.victims
-    batches = [as_batch(stage.task, batch) for victim in range(len(victims)) for batch in victims.batches(victim)]
-    randomness = case.randomness("bound", str(stage.defense))
-    found = theory.reconstruction_bound(stage.task, batches, stage.defense, generator=randomness)
+    prepared, victims = case.prepared, case.victims
+    batches = [as_batch(prepared.task, batch) for victim in range(len(victims)) for batch in victims.batches(victim)]
+    randomness = case.randomness("bound", str(prepared.defense))
+    found = theory.reconstruction_bound(prepared.task, batches, prepared.defense, generator=randomness)
     return None if found is None else found.mse
 
 
@@ -382,7 +382,7 @@ def fit(case: Case, *, progress: Progress = None) -> Case:
         return case
     threat = case.threat(case.victims.batch_size, case.victims.targets)
     randomness = case.randomness("fit", str(case.attack))
-    return replace(case, attack=case.attack.fit(case.stage.task, threat, generator=randomness, progress=progress))
+    return replace(case, attack=case.attack.fit(case.prepared.task, threat, generator=randomness, progress=progress))
 
 
 def attack_on(
@@ -396,7 +396,7 @@ def attack_on(
         execution: see `Attack.reconstruct`; default: chosen by size, so that the figures are repeatable.
     """
     case, targets = observation.case, observation.targets
-    task, threat = case.stage.task, case.threat(targets.shape[1], targets)
+    task, threat = case.prepared.task, case.threat(targets.shape[1], targets)
     return case.attack.reconstruct(
         task,
         observation.seen,

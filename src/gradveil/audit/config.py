@@ -72,8 +72,8 @@ class AuditConfig(Settings):
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.integer("audit", "seed", self.seed, low=0)
-        said = [name for name in ("match", "weights") if getattr(self, name) is not None]
-        for name in ("dataset", "model", "labels", "device", *said):
+        given = [name for name in ("match", "weights") if getattr(self, name) is not None]
+        for name in ("dataset", "model", "labels", "device", *given):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
             specs = getattr(self, name)

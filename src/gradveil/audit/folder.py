@@ -19,7 +19,7 @@ from gradveil.core.registry import parse_spec
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
 
-MOST_ROWS = 1_000_000
+MAX_ROWS = 1_000_000
 R = TypeVar("R", bound=Row)
 T = TypeVar("T")
 
@@ -193,8 +193,8 @@ def _check_methods(config: Json) -> None:
         if spec not in [*config["defenses"], *config["attacks"]]:
             refuse(CONFIG, "caveats", "an object of defenses and attacks of this audit", short(spec))
     rows = len(pairs) * config["victims"]
-    if rows > MOST_ROWS:
-        refuse(CONFIG, "victims", f"few enough for {MOST_ROWS:,} rows", f"{rows:,} rows")
+    if rows > MAX_ROWS:
+        refuse(CONFIG, "victims", f"few enough for {MAX_ROWS:,} rows", f"{rows:,} rows")
 
 
 def _check_metrics(config: Json) -> None:
@@ -215,7 +215,7 @@ def _check_victims(config: Json) -> None:
     if len(labels) != config["victims"] or any(len(one) != examples for one in labels):
         refuse(CONFIG, "victim_labels", f"{config['victims']} lists of {examples} labels", short(labels))
     if classes := len(config["classes"]):
-        outside = [label for one in labels for label in one if not schema.integer(0, classes - 1).holds(label)]
+        outside = [label for one in labels for label in one if not schema.integer(0, classes - 1).accepts(label)]
         if outside:
             refuse(CONFIG, "victim_labels", f"labels below {classes}, the classes", short(outside[0]))
 

@@ -47,21 +47,21 @@ class Settings:
     """The fields of `AuditConfig`, whose docstring explains them.
 
     Example:
-        >>> Settings(victims=4).victims, SETTINGS["victims"].words
+        >>> Settings(victims=4).victims, SETTINGS["victims"].description
         (4, 'a whole number from 1 to 1,000,000')
     """
 
     dataset: str = _field(kinds.text(), "mnist")
     model: str = _field(kinds.text(), "lenet:init=uniform")
-    defenses: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), DEFENSES)
-    attacks: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MOST_METHODS), ATTACKS)
-    victims: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
-    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    defenses: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MAX_METHODS), DEFENSES)
+    attacks: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MAX_METHODS), ATTACKS)
+    victims: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 8)
+    batch_size: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     labels: str = _field(kinds.choice("infer", "known"), "infer")
     adaptive: bool | None = _field(kinds.optional(kinds.FLAG), None)
-    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    aggregated: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     match: str | None = _field(kinds.optional(kinds.text(100)), None)
-    chunk: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 8)
+    chunk: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 8)
     rounds: int = _field(kinds.integer(1), 500)
     clients: int = _field(kinds.integer(1), 8)
     client_batch: int = _field(kinds.integer(1), 16)
@@ -70,11 +70,11 @@ class Settings:
     local_epochs: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
-    observed_rounds: int = _field(kinds.integer(1, kinds.MOST_ITEMS), 1)
+    observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
-    mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MOST_ITEMS)), None)
-    std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MOST_ITEMS)), None)
+    mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
+    std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MAX_ITEMS)), None)
     device: str = _field(kinds.text(100), "cpu")
 
 
@@ -83,17 +83,17 @@ SETTINGS: Schema = {one.name: one.metadata["kind"] for one in dataclasses.fields
 CONFIG_SCHEMA: Schema = {
     "gradveil": kinds.text(100),
     "version": kinds.integer(VERSION, VERSION),
-    "command": kinds.text(kinds.MOST_COMMAND),
+    "command": kinds.text(kinds.MAX_COMMAND),
     **SETTINGS,
-    "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MOST_METHODS**2),
-    "generic": kinds.list_of(kinds.text(), kinds.MOST_METHODS),
-    "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MOST_METHODS),
+    "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MAX_METHODS**2),
+    "generic": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
+    "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MAX_METHODS),
     "dataset_source": kinds.WORDS,
     "data_digest": kinds.digest(),
     "modality": kinds.text(100),
     "metrics": kinds.object_of(kinds.FLAG, 1000),
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
-    "classes": kinds.list_of(kinds.WORDS, kinds.MOST_CLASSES),
+    "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "parameters": kinds.integer(1, 10**15),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
@@ -125,7 +125,7 @@ class MethodId:
 
     Example:
         >>> method = MethodId("idlg:iterations=300", adaptive=True)
-        >>> method.name, method.words
+        >>> method.name, method.title
         ('idlg', 'idlg:iterations=300 (adaptive)')
     """
 
@@ -138,7 +138,7 @@ class MethodId:
         return self.spec.partition(":")[0]
 
     @property
-    def words(self) -> str:
+    def title(self) -> str:
         """The method as reports show it."""
         return f"{self.spec} (adaptive)" if self.adaptive else self.spec
 
@@ -227,9 +227,9 @@ class ResultRow(Row):
     dataset: str = _field(kinds.text())
     model: str = _field(kinds.text())
     seed: int = _field(kinds.integer(0, 2**63 - 1))
-    victim: int = _field(kinds.integer(0, kinds.MOST_ITEMS))
-    batch_size: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
-    aggregated: int = _field(kinds.integer(1, kinds.MOST_ITEMS))
+    victim: int = _field(kinds.integer(0, kinds.MAX_ITEMS))
+    batch_size: int = _field(kinds.integer(1, kinds.MAX_ITEMS))
+    aggregated: int = _field(kinds.integer(1, kinds.MAX_ITEMS))
     scores: Mapping[str, float | None]
     label_correct: float | None = _field(kinds.optional(kinds.SHARE))
     leaked: bool = _field(kinds.FLAG)

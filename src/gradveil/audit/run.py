@@ -17,7 +17,7 @@ from gradveil import data, metrics
 from gradveil.attacks import Attack
 from gradveil.attacks import create as create_attack
 from gradveil.audit import cases
-from gradveil.audit.cases import Batch, Case, Score, Stage, Victims, finite
+from gradveil.audit.cases import Batch, Case, PreparedDefense, Score, Victims, finite
 from gradveil.audit.config import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
@@ -37,8 +37,8 @@ from gradveil.federation.local import check_settings
 from gradveil.metrics import METRICS
 from gradveil.task import Task
 
-Tell = Callable[..., None]  # (steps done, steps in all)
-Piece = tuple[str, Callable[[Tell], None]]  # a piece of work: its description, and the function that does it
+ReportStep = Callable[..., None]  # (steps done, steps in all)
+WorkItem = tuple[str, Callable[[ReportStep], None]]  # a piece of work: its description, and the function that does it
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class Step:
     Args:
         what: a description of the piece of work.
         share: how much of it is done, in [0, 1].
-        done: pieces finished, not counting this one.
-        total: pieces in all.
+        done: work items finished, not counting this one.
+        total: work items in all.
 
     Example:
         >>> Step("idlg against none", 0.5, 2, 10).overall
@@ -99,7 +99,7 @@ def run(
 
 
 def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:
-    before = _earlier(config, folder, resume)
+    before = _earlier_run(config, folder, resume)
     subject = Subject.of(config)
     now = sealed(subject.describe())
     if before is None:
@@ -108,16 +108,16 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
     else:
         # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
         decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
-        _refuse_changes(folder, before, decisive, _BRING_BACK)
-    pieces = list(_Work(subject, _Files(folder, before or now)).pieces())
-    for done, (what, work) in enumerate(pieces):
+        _refuse_changes(folder, before, decisive, _RESTORE)
+    work_items = list(_Work(subject, _Files(folder, before or now)).work_items())
+    for done, (what, work) in enumerate(work_items):
 
-        def tell(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = what) -> None:
+        def report_step(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = what) -> None:
             if progress:
-                progress(Step(what, step / steps, done, len(pieces)))
+                progress(Step(what, step / steps, done, len(work_items)))
 
-        tell(0, 1)
-        work(tell)
+        report_step(0, 1)
+        work(report_step)
 
 
 def choose_threads(parameters: int) -> int:
@@ -125,7 +125,7 @@ def choose_threads(parameters: int) -> int:
     return 1 if parameters < 1_000_000 else os.cpu_count() or 1
 
 
-def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:
+def _earlier_run(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:
     """The config.json of an earlier run with this same config; None if the folder holds no audit."""
     path = folder / CONFIG
     if not path.exists():
@@ -142,11 +142,11 @@ def _earlier(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] 
     _refuse_changes(folder, before.to_json(), config.to_json(), "or resume that one by naming nothing but its --out")
     read_rows(folder, described)
     # This comes before the model is built, which runs the file.
-    _refuse_changes(folder, described, {"model_file_digest": model_file_digest(config.model)}, _BRING_BACK)
+    _refuse_changes(folder, described, {"model_file_digest": model_file_digest(config.model)}, _RESTORE)
     return described
 
 
-_BRING_BACK = "or restore what it ran with"
+_RESTORE = "or restore what it ran with"
 
 
 def _refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any], remedy: str) -> None:
@@ -234,11 +234,11 @@ class Subject:
             blind_scores.view(victims.inputs.shape[:2]),
         )
 
-    def case(self, stage: Stage, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
+    def case(self, prepared: PreparedDefense, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
         """The case of some of the victims, by default all."""
         config = self.config
         return Case(
-            stage,
+            prepared,
             attack,
             victims or self.victims,
             adaptive=adaptive,
@@ -254,7 +254,7 @@ class Subject:
         wanted = self.config.adaptive
         if wanted is False or defense.name == "none":
             return [False]
-        case = self.case(Stage(defense, self.task, self.task, self.public), attack, adaptive=True)
+        case = self.case(PreparedDefense(defense, self.task, self.task, self.public), attack, adaptive=True)
         try:
             attack.check_threat(self.task, case.threat(self.config.batch_size, self.victims.targets))
         except ThreatModelError:
@@ -329,17 +329,17 @@ class _Files:
 
 
 class _Work:
-    """The pieces of work of an audit that are still to do."""
+    """The work of an audit that is still to do."""
 
     def __init__(self, subject: Subject, files: _Files) -> None:
         self.subject, self.files, self.config = subject, files, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
         self.costs = Costs(subject.task, subject.dataset, _training(self.config))
         self._fitted: dict[tuple[str, str, bool], Attack] = {}
-        self._stages: dict[tuple[str, str | None], tuple[Stage, float | None]] = {}
+        self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
-    def pieces(self) -> Iterator[Piece]:
-        """All pieces whose rows are not on disk yet, in order."""
+    def work_items(self) -> Iterator[WorkItem]:
+        """All work items whose rows are not on disk yet, in order."""
         config, done = self.config, {row.key for row in self.files.results.rows}
         victims = range(config.victims)
         if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
@@ -371,10 +371,10 @@ class _Work:
             return {spec: spec for spec in self.config.defenses}
         return {"none": "none", **{row.asked: row.found for row in self.files.matches.rows}}
 
-    def _match(self, spec: str, tell: Tell) -> None:
+    def _match(self, spec: str, report_step: ReportStep) -> None:
         assert self.config.match is not None
         price = Price.parse(self.config.match)
-        ended = match(create_defense(spec), price, self.costs.of(price.kind), tell)
+        ended = match(create_defense(spec), price, self.costs.of(price.kind), report_step)
         if ended.reason:
             warnings.warn(f"{ended.reason}; it is left out", stacklevel=2)
         row = MatchRow(
@@ -389,7 +389,7 @@ class _Work:
         )
         self.files.matches.append([row])
 
-    def _guess_blindly(self, done: set[tuple[Any, ...]], tell: Tell) -> None:
+    def _guess_blindly(self, done: set[tuple[Any, ...]], report_step: ReportStep) -> None:
         subject = self.subject
         rows = []
         for victim, guess in enumerate(subject.blind):
@@ -402,27 +402,29 @@ class _Work:
             rows.append(self._row(None, None, False, victim, score, original_digest=original))
         self.files.results.append(rows)
 
-    def _attack(self, spec: str, attack: Attack, adaptive: bool, chunk: range, missing: set[int], tell: Tell) -> None:
+    def _attack(
+        self, spec: str, attack: Attack, adaptive: bool, chunk: range, missing: set[int], report_step: ReportStep
+    ) -> None:
         """Attack a whole chunk, so that each row is the same in every run; keep only the missing rows."""
-        prepared = self._stage(spec, attack)
-        if prepared is None:
+        prepared_and_bound = self._prepare(spec, attack)
+        if prepared_and_bound is None:
             return  # the match left this defense out
-        stage, bound_mse = prepared
-        case = self.subject.case(stage, attack, adaptive, self.subject.victims.part(chunk))
-        seen = cases.observe(self._fitted_case(case, tell))
-        found = cases.attack_on(seen, progress=tell)
+        prepared, bound_mse = prepared_and_bound
+        case = self.subject.case(prepared, attack, adaptive, self.subject.victims.part(chunk))
+        seen = cases.observe(self._fitted_case(case, report_step))
+        found = cases.attack_on(seen, progress=report_step)
         if found.interrupted:
             raise KeyboardInterrupt
         scores = cases.score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
         self.files.results.append(
             self._row(
-                stage.defense, attack, adaptive, victim, scores[place], power=seen.power[place], bound_mse=bound_mse
+                prepared.defense, attack, adaptive, victim, scores[place], power=seen.power[place], bound_mse=bound_mse
             )
             for place, victim in enumerate(chunk)
             if victim in missing
         )
 
-    def _stage(self, spec: str, attack: Attack) -> tuple[Stage, float | None] | None:
+    def _prepare(self, spec: str, attack: Attack) -> tuple[PreparedDefense, float | None] | None:
         """The defense prepared for the model that the server sends, and the bound; None if the match left it out.
 
         It is made once for all attacks that do not change the model, and once for each attack that does.
@@ -431,23 +433,23 @@ class _Work:
         if chosen is None:
             return None
         key = chosen, str(attack) if attack.server == "active" else None
-        if key not in self._stages:
-            # Defenses are processed one after the other, so the stages of earlier ones are not needed again.
-            self._stages = {other: stage for other, stage in self._stages.items() if other[0] == chosen}
+        if key not in self._prepared:
+            # Defenses are processed one after the other, so earlier ones are not needed again.
+            self._prepared = {other: prepared for other, prepared in self._prepared.items() if other[0] == chosen}
             subject = self.subject
-            stage = cases.prepare(
+            prepared = cases.prepare(
                 subject.task, create_defense(chosen), attack, public=subject.public, seed=self.config.seed
             )
-            self._stages[key] = stage, cases.bound(subject.case(stage, attack, adaptive=False))
-        return self._stages[key]
+            self._prepared[key] = prepared, cases.bound(subject.case(prepared, attack, adaptive=False))
+        return self._prepared[key]
 
-    def _fitted_case(self, case: Case, tell: Tell) -> Case:
+    def _fitted_case(self, case: Case, report_step: ReportStep) -> Case:
         """The case with its attack fitted, which happens once for all chunks."""
-        key = str(case.attack), str(case.stage.defense), bool(case.adaptive)
+        key = str(case.attack), str(case.prepared.defense), bool(case.adaptive)
         if key not in self._fitted:
             # As with stages, those of earlier defenses are not needed again.
             self._fitted = {other: attack for other, attack in self._fitted.items() if other[1] == key[1]}
-            self._fitted[key] = cases.fit(case, progress=tell).attack
+            self._fitted[key] = cases.fit(case, progress=report_step).attack
         return replace(case, attack=self._fitted[key])
 
     def _row(
@@ -493,12 +495,12 @@ class _Work:
             original_digest=original_digest,
         )
 
-    def _train(self, spec: str, tell: Tell) -> None:
+    def _train(self, spec: str, report_step: ReportStep) -> None:
         chosen = self._matched()[spec]
         if chosen is None:
             return  # the match left this defense out
         defense, subject = create_defense(chosen), self.subject
-        result = train(subject.task, subject.dataset, defense, _training(self.config), progress=tell)
+        result = train(subject.task, subject.dataset, defense, _training(self.config), progress=report_step)
         undefended = [row.accuracy for row in self.files.utility.rows if row.defense_spec == "none"]
         baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         row = UtilityRow(

@@ -21,12 +21,12 @@ DIGEST = "digest"
 REMEDY = "fix or remove it, or run the audit again into another folder"
 ROUNDING = 1e-6  # a mean of values at the end of a range may lie this far outside it
 
-MOST_TEXT = 10_000
-MOST_COMMAND = 1_000_000
-MOST_METHODS = 200  # defenses, and attacks, of one audit
-MOST_CLASSES = 65_536
-MOST_ITEMS = 1_000_000
-MOST_COUNT = 1_000_000_000
+MAX_TEXT = 10_000
+MAX_COMMAND = 1_000_000
+MAX_METHODS = 200  # defenses, and attacks, of one audit
+MAX_CLASSES = 65_536
+MAX_ITEMS = 1_000_000
+MAX_COUNT = 1_000_000_000
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Kind:
     """What a value must be, in words and as a check.
 
     Args:
-        words: what is expected, in the words of an error message.
-        holds: whether a value is of this kind.
+        description: what is expected, in the words of an error message.
+        accepts: whether a value is of this kind.
 
     Example:
         >>> share = Kind("a number from 0 to 1", lambda value: isinstance(value, float) and 0 <= value <= 1)
-        >>> share.holds(0.5), share.holds("much")
+        >>> share.accepts(0.5), share.accepts("much")
         (True, False)
     """
 
-    words: str
-    holds: Callable[[Any], bool]
+    description: str
+    accepts: Callable[[Any], bool]
 
 
 Schema = Mapping[str, Kind]
@@ -65,16 +65,16 @@ def _range(low: float, high: float) -> str:
 def number(low: float = -math.inf, high: float = math.inf) -> Kind:
     """A finite number in a range; true and false are not numbers."""
 
-    def holds(value: object) -> bool:
+    def accepts(value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, int | float):
             return False
         # An int may be too large for a float, but can be compared all the same.
         return low - ROUNDING <= value <= high + ROUNDING and (isinstance(value, int) or math.isfinite(value))
 
-    return Kind(f"a finite number{_range(low, high)}", holds)
+    return Kind(f"a finite number{_range(low, high)}", accepts)
 
 
-def integer(low: int, high: int = MOST_COUNT) -> Kind:
+def integer(low: int, high: int = MAX_COUNT) -> Kind:
     """A whole number in a range."""
     return Kind(
         f"a whole number{_range(low, high)}",
@@ -82,7 +82,7 @@ def integer(low: int, high: int = MOST_COUNT) -> Kind:
     )
 
 
-def text(longest: int = MOST_TEXT) -> Kind:
+def text(longest: int = MAX_TEXT) -> Kind:
     """A text of printable characters: a control character could rewrite what a terminal shows."""
     return Kind(
         f"a text of at most {longest:,} printable characters",
@@ -105,26 +105,26 @@ def choice(*known: str) -> Kind:
 
 def optional(kind: Kind) -> Kind:
     """A value of a kind, or null."""
-    return Kind(f"{kind.words}, or null", lambda value: value is None or kind.holds(value))
+    return Kind(f"{kind.description}, or null", lambda value: value is None or kind.accepts(value))
 
 
-def list_of(kind: Kind, most: int = MOST_ITEMS) -> Kind:
+def list_of(kind: Kind, most: int = MAX_ITEMS) -> Kind:
     """A list of values of one kind."""
     return Kind(
-        f"a list of at most {most:,}, each {kind.words}",
-        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.holds, value)),
+        f"a list of at most {most:,}, each {kind.description}",
+        lambda value: isinstance(value, list) and len(value) <= most and all(map(kind.accepts, value)),
     )
 
 
 def object_of(kind: Kind, most: int) -> Kind:
     """An object whose keys are texts and whose values are of one kind."""
     return Kind(
-        f"an object of at most {most:,} entries, each {kind.words}",
+        f"an object of at most {most:,} entries, each {kind.description}",
         lambda value: (
             isinstance(value, dict)
             and len(value) <= most
-            and all(map(text().holds, value))
-            and all(map(kind.holds, value.values()))
+            and all(map(text().accepts, value))
+            and all(map(kind.accepts, value.values()))
         ),
     )
 
@@ -136,19 +136,19 @@ def record(schema: Schema) -> Kind:
         lambda value: (
             isinstance(value, dict)
             and value.keys() == schema.keys()
-            and all(kind.holds(value[key]) for key, kind in schema.items())
+            and all(kind.accepts(value[key]) for key, kind in schema.items())
         ),
     )
 
 
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-WORDS = Kind("a text", lambda value: isinstance(value, str) and len(value) <= MOST_TEXT)  # shown on the page only
+WORDS = Kind("a text", lambda value: isinstance(value, str) and len(value) <= MAX_TEXT)  # shown on the page only
 SHARE = number(0, 1)
 AMOUNT = number(0)
 ANY_NUMBER = number()
 TARGET = Kind(
     "a number or a list of at most 10,000 numbers",
-    lambda value: ANY_NUMBER.holds(value) or list_of(ANY_NUMBER, 10_000).holds(value),
+    lambda value: ANY_NUMBER.accepts(value) or list_of(ANY_NUMBER, 10_000).accepts(value),
 )
 PARAMETERS = Kind("an object", lambda value: isinstance(value, dict))  # nothing reads them: the spec holds the same
 
@@ -184,8 +184,8 @@ def check_seal(where: str, values: Mapping[str, Any]) -> None:
 def check(where: str, values: Mapping[str, Any], schema: Schema, remedy: str = REMEDY) -> None:
     """Raise unless the values have exactly the keys and kinds of a schema."""
     for key, kind in schema.items():
-        if key not in values or not kind.holds(values[key]):
-            refuse(where, key, kind.words, short(values[key]) if key in values else "nothing", remedy)
+        if key not in values or not kind.accepts(values[key]):
+            refuse(where, key, kind.description, short(values[key]) if key in values else "nothing", remedy)
     if unknown := sorted(values.keys() - schema.keys()):
         raise DataError(f"{where}: expected only the keys that gradveil writes, got also {short(unknown[0])}; {remedy}")
 

@@ -17,8 +17,8 @@ from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
-from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, out, print_result, progress_bar, say
-from gradveil.cli._shared import go_on, refuse_other_plugins, untrusted
+from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, print_result, progress_bar, say, stdout
+from gradveil.cli._shared import refuse_other_plugins, resuming_command, untrusted
 from gradveil.core import checks, plugins
 from gradveil.core.errors import ParameterError
 from gradveil.core.registry import parse_spec
@@ -60,7 +60,7 @@ def run(options: Mapping[str, Any]) -> None:
 
             run_audit(config, folder, resume=resume, progress=show)
     except KeyboardInterrupt:
-        say(f"stopped; finished rows are kept. Go on with: {go_on('audit', folder, config.model)}")
+        say(f"stopped; finished rows are kept. Resume with: {resuming_command('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
     finished = report.read(folder)
     page = report.write(finished)
@@ -69,7 +69,7 @@ def run(options: Mapping[str, Any]) -> None:
         say(sentence)
     if options["as_json"]:
         flags = [found.flag.name for found in report.raised_flags(finished)]
-        out.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
+        stdout.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         print_result(f"report: {page}")
 

@@ -1,4 +1,4 @@
-"""How the command line talks: words for people on stderr, results on stdout."""
+"""How the command line talks: messages for people on stderr, results on stdout."""
 
 from typing import Annotated
 
@@ -6,12 +6,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
-# Words for people go to stderr, results to stdout, so that `--json` can be piped.
-talk = Console(stderr=True, highlight=False)
-out = Console(highlight=False)
+# Separate, so that the output of `--json` can be piped.
+stderr = Console(stderr=True, highlight=False)
+stdout = Console(highlight=False)
 
 INTERRUPTED = 130
-NOTHING_TO_RESUME = "note: there is nothing to go on with in {}; this is a new run"
+NOTHING_TO_RESUME = "note: there is nothing to resume in {}; this is a new run"
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.", show_default="off")]
 Plugins = Annotated[
@@ -27,17 +27,17 @@ Plugins = Annotated[
 
 
 def say(words: str) -> None:
-    """Words for a person; data in them is neither read as markup nor broken into lines, so it can be copied."""
-    talk.print(words, markup=False, soft_wrap=True)
+    """Print a message for people; it is neither parsed as markup nor wrapped, so that it can be copied."""
+    stderr.print(words, markup=False, soft_wrap=True)
 
 
 def print_result(words: str) -> None:
-    """A line of the result, likewise."""
-    out.print(words, markup=False, soft_wrap=True)
+    """Print a line of the result, in the same way."""
+    stdout.print(words, markup=False, soft_wrap=True)
 
 
 def progress_bar(*figures: TextColumn | MofNCompleteColumn) -> Progress:
     """A bar with figures and the time left; nothing is drawn when stderr is not a terminal."""
     words = TextColumn("{task.description}", markup=False)
     columns = (SpinnerColumn(), words, BarColumn(), *figures, TimeRemainingColumn())
-    return Progress(*columns, console=talk, transient=True, disable=not talk.is_terminal)
+    return Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal)

@@ -1,7 +1,7 @@
 """What ``gradveil list`` prints and what ``gradveil audit --help`` says of defaults, without importing torch.
 
-Both are kept in ``index.json``, which ``python -m gradveil.cli._index`` makes anew; a test compares it with the
-registries. Where plugins are in use, the registries are asked in its place.
+Both are kept in ``index.json``, which ``python -m gradveil.cli._index`` writes; a test compares it with the
+registries. If there are plugins, the registries are read instead.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""What commands that write folders share: how to go on with one, and whose code that runs."""
+"""What commands that write folders share: how to resume one, and whose code that runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,31 +9,31 @@ from gradveil.core import plugins
 from gradveil.core.errors import OutputError
 
 
-def go_on(command: str, folder: Path, model: str) -> str:
-    """The command that goes on with what was stopped."""
+def resuming_command(command: str, folder: Path, model: str) -> str:
+    """The command that resumes what was stopped."""
     return resume_command(folder, model if is_model_file(model) else None, command, list(plugins.loaded_files()))
 
 
 def untrusted(command: str, folder: Path, model: str) -> OutputError:
-    """Why a folder's model, a file, is not run until somebody names it."""
+    """The error for a folder whose model is a file, which is run only if the user names it."""
     return OutputError(
-        f"{command}: {folder} was begun with the model {model}, a file whose code would run, and --resume runs no code "
-        f"that was not named; if you trust that file: {go_on(command, folder, model)}"
+        f"{command}: {folder} was begun with the model {model}, a file whose code would run, but --resume runs no code "
+        f"that was not named; if you trust that file: {resuming_command(command, folder, model)}"
     )
 
 
 def refuse_other_plugins(command: str, folder: Path, began_with: Mapping[str, str]) -> None:
-    """Refuse to go on without the plugin files that a folder was begun with, or with others."""
+    """Refuse to resume without the plugin files that a folder was begun with, or with others."""
     loaded = plugins.loaded_files()
     if absent := [path for path in began_with if path not in loaded]:
         raise OutputError(
-            f"{command}: {folder} was begun with the plugin {absent[0]}, a file whose code would run, and --resume "
+            f"{command}: {folder} was begun with the plugin {absent[0]}, a file whose code would run, but --resume "
             f"runs no code that was not named; if you trust that file, add --plugin {absent[0]}"
         )
     if loaded != began_with:
         changed = next(path for path in loaded if loaded[path] != began_with.get(path))
         state = "has changed since" if changed in began_with else "was not part of it"
         raise OutputError(
-            f"{command}: {folder} was begun with other plugins: {changed} {state}; bring back what it was begun with, "
+            f"{command}: {folder} was begun with other plugins: {changed} {state}; restore what it was begun with, "
             "or choose another --out"
         )

@@ -21,8 +21,8 @@ from gradveil.audit.cases import build_task
 from gradveil.audit.folder import is_model_file
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, slug
-from gradveil.cli._console import INTERRUPTED, out, print_result, progress_bar, say, talk
-from gradveil.cli._shared import go_on, refuse_other_plugins, untrusted
+from gradveil.cli._console import INTERRUPTED, print_result, progress_bar, say, stderr, stdout
+from gradveil.cli._shared import refuse_other_plugins, resuming_command, untrusted
 from gradveil.core import plugins
 from gradveil.core.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.core.folders import locked, prepare_folder, write_json
@@ -61,7 +61,8 @@ def run(options: Mapping[str, Any]) -> None:
         _refuse_ignored(settings, given, resume)
         raise OutputError(
             f"train: expected a folder that holds a training, got {output}, which "
-            f"{'holds none' if output.is_dir() else 'is not there'}; leave --resume out to begin one, or mend --out"
+            f"{'holds none' if output.is_dir() else 'does not exist'}; leave --resume out to begin one, or "
+            "correct --out"
         )
     if output is not None:
         prepare_folder(output, "train")
@@ -100,9 +101,9 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
-            say(f"stopped. Go on with: {go_on('train', checkpoints.parent, settings.model)}")
+            say(f"stopped. Resume with: {resuming_command('train', checkpoints.parent, settings.model)}")
         else:
-            why = "there was no --out" if output is None else f"{engine.words} keeps no checkpoints"
+            why = "there was no --out" if output is None else f"{engine.title} keeps no checkpoints"
             say(f"stopped; nothing was kept, for {why}")
         raise typer.Exit(INTERRUPTED) from None
     except GradveilError:
@@ -119,7 +120,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
         page = _write_curves(output, f"{settings.model} on {settings.dataset}", results, table)
         say(f"plot: {page}")
     if as_json:
-        out.print_json(json.dumps(whole))
+        stdout.print_json(json.dumps(whole))
         return
     for spec, result in results.items():
         if result.diverged is not None:
@@ -192,7 +193,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
     """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
     path = folder / CONFIG
     if not resume and path.exists():
-        raise OutputError(f"train: {folder} holds a training already; go on with --resume or choose another --out")
+        raise OutputError(f"train: {folder} already holds a training; continue with --resume or choose another --out")
     if not resume and any((folder / CHECKPOINTS).rglob(CHECKPOINT)):
         raise OutputError(f"train: {folder} holds checkpoints of a training without its {CONFIG}; choose another --out")
     if not resume:
@@ -221,7 +222,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
     if model_file_digest(settings.model) != began_with:
         raise OutputError(
             f"train: {folder} holds another training: the file of the model {settings.model} has changed since; "
-            "choose another --out, or bring the file back"
+            "choose another --out, or restore the file"
         )
     return settings
 
@@ -230,10 +231,10 @@ def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> 
     """Refuse options that would change nothing."""
     engine = ENGINES.create(settings.engine)
     if resume and not engine.checkpoints:
-        raise ParameterError(f"train: {engine.words} keeps no checkpoints; leave --resume out or use --engine local")
+        raise ParameterError(f"train: {engine.title} keeps no checkpoints; leave --resume out or use --engine local")
     if "execution" in given and not engine.executions:
         raise ParameterError(
-            f"train: {engine.words} runs its clients in its own way; leave --execution out or use --engine local"
+            f"train: {engine.title} runs its clients in its own way; leave --execution out or use --engine local"
         )
     local = [f"--{name.replace('_', '-')}" for name in ("local_lr", "local_batch", "local_momentum") if name in given]
     if settings.local_epochs is None and local:
@@ -286,7 +287,7 @@ def _print_training_table(title: str, results: dict[str, TrainingResult], rows: 
     for heading in rows[0]:
         table.add_column(heading, justify="left" if heading == "defense" else "right", overflow="fold")
     # A file or another program has no width of its own.
-    console = out if out.is_terminal else Console(file=out.file, highlight=False, width=PIPE_WIDTH)
+    console = stdout if stdout.is_terminal else Console(file=stdout.file, highlight=False, width=PIPE_WIDTH)
     roomy = console.width >= ROOMY_WIDTH
     if roomy:
         table.add_column("accuracy by round")
@@ -325,7 +326,7 @@ def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], N
             shown = f"{accuracy}, " if done < rounds else ""
             figures = f"loss {record.loss:.3f}, {shown}{pace:.2g} rounds/s"
             bar.update(line, completed=done, figures=figures)
-            if not talk.is_terminal and (done == rounds or done * 10 // rounds > record.round * 10 // rounds):
+            if not stderr.is_terminal and (done == rounds or done * 10 // rounds > record.round * 10 // rounds):
                 say(f"{name}: round {done} of {rounds}, {figures}")
 
         yield watch

@@ -10,7 +10,7 @@ import gradveil
 from gradveil._version import __version__
 from gradveil.cli import audit, data, train
 from gradveil.cli import list as listing
-from gradveil.cli._console import print_result, say, talk
+from gradveil.cli._console import print_result, say, stderr
 from gradveil.core.errors import GradveilError
 
 app = typer.Typer(help=gradveil.__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -45,6 +45,6 @@ def run() -> None:
     try:
         app()
     except GradveilError as error:
-        talk.print("[red]error:[/]", end=" ")
+        stderr.print("[red]error:[/]", end=" ")
         say(str(error))
         sys.exit(2)

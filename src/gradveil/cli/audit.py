@@ -101,7 +101,7 @@ def audit(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on with the audit in --out: only what is missing runs.", show_default="off"),
+        typer.Option("--resume", help="Continue the audit in --out: only what is missing runs.", show_default="off"),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gradveil.cli._console import Json, out, print_result, talk
+from gradveil.cli._console import Json, print_result, stderr, stdout
 
 app = typer.Typer(help="Data sets and metric weights: what is here, and how to get the rest.", no_args_is_help=True)
 
@@ -21,7 +21,7 @@ def data_list(as_json: Json = False) -> None:
         for status in datasets.status()
     ]
     if as_json:
-        out.print_json(json.dumps(rows))
+        stdout.print_json(json.dumps(rows))
         return
     width = max(len(row["name"]) for row in rows)
     for row in rows:
@@ -35,6 +35,6 @@ def data_get(name: Annotated[str, typer.Argument(help="Name of a data set or of 
     """Fetch, check, convert and cache a data set or metric weights."""
     from gradveil import data as datasets
 
-    with talk.status(f"fetching {name}") as status:
+    with stderr.status(f"fetching {name}") as status:
         path = datasets.fetch(name, progress=lambda words: status.update(f"{name}: {words}"))
     print_result(str(path))

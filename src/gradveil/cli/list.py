@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from gradveil.cli._console import Json, Plugins, out, print_result
+from gradveil.cli._console import Json, Plugins, print_result, stdout
 from gradveil.cli._index import LISTS, read_lists
 from gradveil.core.errors import ParameterError
 
@@ -20,10 +20,10 @@ def list_methods(
         raise ParameterError(f"list: expected one of {', '.join(LISTS)}, got {kind!r}")
     chosen = {name: rows for name, rows in read_lists(plugin or ()).items() if kind in (None, name)}
     if as_json:
-        out.print_json(json.dumps(chosen))
+        stdout.print_json(json.dumps(chosen))
         return
     for title, rows in chosen.items():
-        out.print(f"[bold]{title}[/]")
+        stdout.print(f"[bold]{title}[/]")
         width = max(len(row["name"]) for row in rows)
         for row in rows:
             parameters = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())

@@ -53,7 +53,7 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the checkpoints in --out.", show_default="off")
+        bool, typer.Option("--resume", help="Continue from the checkpoints in --out.", show_default="off")
     ] = False,
     as_json: Json = False,
 ) -> None:

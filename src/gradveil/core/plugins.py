@@ -43,7 +43,7 @@ def load_file(path: str) -> None:
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f"{path}, line {lines[-1]}" if lines else path
-        raise PluginError(f"plugin {where}: {type(error).__name__}: {error}; mend it, or leave it out") from error
+        raise PluginError(f"plugin {where}: {type(error).__name__}: {error}; fix it, or leave it out") from error
     _files[path] = digest
 
 
@@ -80,17 +80,17 @@ def load_installed(group: str, registered: Container[str], name: str | None = No
 
 
 def _import(entry: EntryPoint, registered: Container[str]) -> PluginError | None:
-    """Import an entry point's module; what was wrong with it."""
+    """Import an entry point's module; return what was wrong with it, if anything."""
     package = entry.dist.name if entry.dist else "?"
     version = entry.dist.version if entry.dist else "?"
     source = f"plugin {entry.name} of the package {package} {version} ({entry.value})"
     try:
         entry.load()
     except (Exception, SystemExit) as error:
-        return PluginError(f"{source}: {type(error).__name__}: {error}; mend the package, or uninstall it")
+        return PluginError(f"{source}: {type(error).__name__}: {error}; fix the package, or uninstall it")
     if entry.name not in registered:
         kind = entry.group.rpartition(".")[2]
-        return PluginError(f"{source}: expected it to register {entry.name!r} among the {kind}, which it did not")
+        return PluginError(f"{source}: expected it to register {entry.name!r} among the {kind}, but it did not")
     _packages[package] = version
     return None
 

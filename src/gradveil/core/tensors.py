@@ -15,10 +15,10 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(value.shape) for name, value in tensors.items()}
 
 
-def misfit(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, object, object] | None:
+def first_mismatch(expected: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[str, object, object] | None:
     """The first name whose shape differs or is missing in one of them, with both shapes; None if all shapes agree.
 
-    >>> misfit({"w": torch.ones(2)}, {"w": torch.ones(3)}), misfit({}, {})
+    >>> first_mismatch({"w": torch.ones(2)}, {"w": torch.ones(3)}), first_mismatch({}, {})
     (('w', (2,), (3,)), None)
     """
     expected_shapes, got_shapes = shapes_of(expected), shapes_of(got)

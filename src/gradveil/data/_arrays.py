@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +34,13 @@ class Arrays:
     train: Labelled
     test: Labelled | None = None
     classes: tuple[str, ...] = ()
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe or device, which might never answer, raises `ValueError`."""
+    if path.exists() and not path.is_file():
+        raise ValueError("it is not a regular file")
+    return path.open("rb")
 
 
 @contextmanager

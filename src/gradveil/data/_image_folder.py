@@ -9,7 +9,7 @@ import numpy as np
 from gradveil.core.errors import DataError
 from gradveil.core.extras import OptionalModule
 from gradveil.data._arrays import Array, Arrays, listing, reading, resize
-from gradveil.data._limits import MOST_PIXELS, check_size
+from gradveil.data._limits import MAX_PIXELS, check_size
 
 pillow, operations = (OptionalModule(f"PIL.{name}", "reading image files") for name in ("Image", "ImageOps"))
 
@@ -84,8 +84,8 @@ def _read_image(path: Path, pixels: int, stored: int) -> Array:
         if not path.is_file():
             raise ValueError("it is not a file")
         with pillow.open(path, formats=FORMATS) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MOST_PIXELS:,}")
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
             if image.mode in ("I", "F") or image.mode.startswith("I;"):
                 raise ValueError(f"its mode {image.mode} has more than 8 bits per channel")
             channels = 1 if image.mode in _GREY else 3

@@ -14,9 +14,9 @@ import numpy as np
 from gradveil.data._arrays import Array
 
 LARGEST = 8 * 2**30
-MOST_GROWTH = 100
+MAX_GROWTH = 100
 UNSUSPICIOUS = 32 * 2**20
-MOST_PIXELS = 2**24
+MAX_PIXELS = 2**24
 """Limit for one image in a folder: 4096 x 4096. Decoders briefly need more than twice the result; 64 MiB cover that."""
 
 _CHUNK = 2**20
@@ -49,9 +49,9 @@ def check_size(declared: int, stored: int) -> None:
     """
     if declared > (most := largest()):
         raise ValueError(f"it declares {declared:,} bytes, more than the {most:,} allowed on this machine")
-    if declared > UNSUSPICIOUS and declared > MOST_GROWTH * stored:
+    if declared > UNSUSPICIOUS and declared > MAX_GROWTH * stored:
         raise ValueError(
-            f"its {stored:,} bytes declare {declared:,}, more than {MOST_GROWTH} times as much, "
+            f"its {stored:,} bytes declare {declared:,}, more than {MAX_GROWTH} times as much, "
             "which real images never do"
         )
 

@@ -9,7 +9,7 @@ from typing import IO
 
 import numpy as np
 
-from gradveil.data._arrays import Array
+from gradveil.data._arrays import Array, open_regular
 from gradveil.data._limits import check_size, fill
 
 _HEADER = 128
@@ -18,14 +18,14 @@ _COMPRESSED, _MATRIX, _DIMENSIONS, _NAME, _FLAGS = 15, 14, 5, 1, 6
 _COMPLEX = 0x0800
 _CLASSES = {8: "i1", 9: "u1", 10: "<i2", 11: "<u2", 12: "<i4", 13: "<u4", 14: "<i8", 15: "<u8"}
 _STORED = {1: "i1", 2: "u1", 3: "<i2", 4: "<u2", 5: "<i4", 6: "<u4", 12: "<i8", 13: "<u8"}
-_LONGEST_NAME, _MOST_DIMENSIONS = 64, 32
+_LONGEST_NAME, _MAX_DIMENSIONS = 64, 32
 _CHUNK = 2**16
 
 
 def read_matrices(path: Path, names: Collection[str]) -> dict[str, Array]:
     """Read the arrays with these names; the size of each is checked before it is read."""
     found: dict[str, Array] = {}
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         size = path.stat().st_size
         if file.read(_HEADER)[-4:] != _VERSION_AND_ORDER:
             raise ValueError("it is not a little-endian MATLAB file of version 5")
@@ -91,7 +91,7 @@ def _matrix(content: _Bounded, names: Collection[str], stored: int) -> tuple[str
     bits, _ = struct.unpack("<II", flags)
     if kind != _FLAGS:
         raise ValueError("an array does not begin with its flags")
-    kind, dimensions = _short_element(content, 4 * _MOST_DIMENSIONS)
+    kind, dimensions = _short_element(content, 4 * _MAX_DIMENSIONS)
     if kind != _DIMENSIONS or len(dimensions) % 4:
         raise ValueError("an array has no dimensions")
     shape = struct.unpack(f"<{len(dimensions) // 4}i", dimensions)

@@ -17,13 +17,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from gradveil.data._arrays import Array, reading
+from gradveil.data._arrays import Array, open_regular, reading
 from gradveil.data._limits import check_size, fill
 
-MOST_VALUES = 500_000
+MAX_VALUES = 500_000
 """Limit on the numbers, strings and containers in one pickle; CIFAR-100 has 150,000."""
 
-MOST_CONTAINERS = 50_000
+MAX_CONTAINERS = 50_000
 LONGEST_INLINE = 4096
 """Longer strings and bytes stay in the file until an array needs them."""
 
@@ -32,9 +32,7 @@ _LONGEST_LINE = 200
 
 def read_pickled_arrays(path: Path) -> dict[Any, Any]:
     """Read a pickled dict of containers, numbers, text and numpy arrays; Python 2 strings are returned as bytes."""
-    with reading(path, "a pickle of plain numpy arrays"), path.open("rb") as file:
-        if not path.is_file():
-            raise ValueError("not a file")
+    with reading(path, "a pickle of plain numpy arrays"), open_regular(path) as file:
         content = _Machine(file, path.stat().st_size).run()
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}, not a dict")
@@ -136,8 +134,8 @@ class _Machine:
     def _push(self, value: Any) -> None:
         self._values += 1
         self._containers += isinstance(value, list | dict | tuple)
-        if self._values > MOST_VALUES or self._containers > MOST_CONTAINERS:
-            raise ValueError(f"it creates more than {MOST_VALUES:,} values or {MOST_CONTAINERS:,} containers")
+        if self._values > MAX_VALUES or self._containers > MAX_CONTAINERS:
+            raise ValueError(f"it creates more than {MAX_VALUES:,} values or {MAX_CONTAINERS:,} containers")
         self._stack.append(value)
 
     def _pop(self) -> Any:
@@ -153,7 +151,7 @@ class _Machine:
         return values[::-1]
 
     def _put(self, index: int) -> None:
-        if len(self._memo) > MOST_VALUES:
+        if len(self._memo) > MAX_VALUES:
             raise ValueError("it memoizes too many values")
         if not self._stack or self._stack[-1] is _MARK:
             raise ValueError("there is nothing to memoize")

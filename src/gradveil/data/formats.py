@@ -18,9 +18,9 @@ import numpy as np
 
 from gradveil.core.errors import DataError
 from gradveil.core.extras import OptionalModule
-from gradveil.data._arrays import Array, Arrays, Labelled, labelled, listing, reading
+from gradveil.data._arrays import Array, Arrays, Labelled, labelled, listing, open_regular, reading
 from gradveil.data._image_folder import read_image_folder
-from gradveil.data._limits import MOST_PIXELS, check_size, fill
+from gradveil.data._limits import MAX_PIXELS, check_size, fill
 from gradveil.data._matlab import read_matrices
 from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.npz import read_arrays
@@ -111,8 +111,8 @@ def _unpack_jpegs(path: Path, arrays: Mapping[str, Array], split: str) -> Array:
             with pillow.open(io.BytesIO(data[start:end].tobytes()), formats=["JPEG"]) as image:
                 shape = (image.height, image.width, 3)
                 if index == 0:
-                    if image.height * image.width > MOST_PIXELS:
-                        raise ValueError(f"images must have at most {MOST_PIXELS:,} pixels, got {shape}")
+                    if image.height * image.width > MAX_PIXELS:
+                        raise ValueError(f"images must have at most {MAX_PIXELS:,} pixels, got {shape}")
                     check_size((len(offsets) - 1) * math.prod(shape), len(data))
                     images = np.empty((len(offsets) - 1, *shape), np.uint8)
                 if shape != images.shape[1:]:
@@ -147,7 +147,7 @@ def _read_idx(folder: Path, stem: str, dimensions: int) -> Array:
         raise DataError(f"{folder}: expected a file {stem} or {stem}.gz, found none; put it next to the others")
     with reading(path, "an IDX file"):
         zipped = path.suffix == ".gz"
-        with gzip.open(path) if zipped else path.open("rb") as stream:
+        with open_regular(path) as file, gzip.open(file) if zipped else file as stream:
             # Two zero bytes, the type (8: uint8), the number of dimensions, then each dimension as a big-endian uint32.
             magic, got = bytes([0, 0, 8, dimensions]), stream.read(4)
             if got != magic:
@@ -215,7 +215,7 @@ def read_png_sheets(folder: Path) -> Arrays:
     return Arrays(label("train", np.concatenate(sheets)), label("test", _read_sheet(folder / "test_batch.png")))
 
 
-_MOST_ROWS = 10_000
+_MAX_ROWS = 10_000
 _LARGEST_LABELS = 16 * 2**20
 
 
@@ -223,8 +223,8 @@ def _read_sheet(path: Path) -> Array:
     with reading(path, "a PNG sheet of 1,024 RGB pixels per row"), pillow.open(path, formats=["PNG"]) as sheet:
         if sheet.mode != "RGB" or sheet.width != 1024:
             raise ValueError(f"it is {sheet.mode} and {sheet.width} wide")
-        if sheet.height > _MOST_ROWS:
-            raise ValueError(f"it has {sheet.height:,} rows, more than {_MOST_ROWS:,}")
+        if sheet.height > _MAX_ROWS:
+            raise ValueError(f"it has {sheet.height:,} rows, more than {_MAX_ROWS:,}")
         return np.asarray(sheet).reshape(-1, 32, 32, 3)
 
 

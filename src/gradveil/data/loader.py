@@ -21,7 +21,7 @@ EMBEDDED_SOURCE = "embedded digits"
 
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
-MOST_UNNAMED_CLASSES = 65_536
+MAX_UNNAMED_CLASSES = 65_536
 
 SOURCES: Registry[Dataset] = Registry("dataset")
 """User-defined data sets by name: functions that return a `Dataset` of any modality."""
@@ -92,9 +92,9 @@ def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, .
 
 def _numbered_classes(source: str, labels: Array) -> tuple[str, ...]:
     count = int(labels.max(initial=-1)) + 1
-    if count > MOST_UNNAMED_CLASSES:
+    if count > MAX_UNNAMED_CLASSES:
         raise DataError(
-            f"{source}: labels of unnamed classes must lie below {MOST_UNNAMED_CLASSES}, got {count - 1}; "
+            f"{source}: labels of unnamed classes must lie below {MAX_UNNAMED_CLASSES}, got {count - 1}; "
             "number the classes from 0, or name them in an array classes"
         )
     return tuple(str(label) for label in range(count))

@@ -9,11 +9,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
-from gradveil.data._arrays import Array, reading
+from gradveil.data._arrays import Array, open_regular, reading
 from gradveil.data._limits import check_size, fill
 
-MOST_MEMBERS = 1000
-MOST_DIRECTORY = 2**20
+MAX_MEMBERS = 1000
+MAX_DIRECTORY = 2**20
 _SUFFIX = ".npy"
 _ENCRYPTED = 1  # a bit of the flags of a member
 
@@ -25,17 +25,15 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, A
     agree, and are checked against `gradveil.data._limits` before anything is allocated; nothing beyond them is
     decompressed. Arrays with other names are not read.
     """
-    with reading(path, "an .npz archive of plain arrays"):
-        if not path.is_file():
-            raise ValueError("not a file")
-        with path.open("rb") as file, zipfile.ZipFile(_BoundedReads(file)) as archive:
-            members = {_name(member): member for member in archive.infolist()}
-            if len(members) != len(archive.infolist()) or len(members) > MOST_MEMBERS:
-                raise ValueError(f"expected at most {MOST_MEMBERS} members, none twice, got {len(archive.infolist())}")
-            requested = {name: member for name, member in members.items() if names is None or name in names}
-            # Compared with the size of the file, not of the members: two members may share the same bytes.
-            check_size(sum(member.file_size for member in requested.values()), path.stat().st_size)
-            return {name: _read(archive, name, member) for name, member in requested.items()}
+    what = "an .npz archive of plain arrays"
+    with reading(path, what), open_regular(path) as file, zipfile.ZipFile(_BoundedReads(file)) as archive:
+        members = {_name(member): member for member in archive.infolist()}
+        if len(members) != len(archive.infolist()) or len(members) > MAX_MEMBERS:
+            raise ValueError(f"expected at most {MAX_MEMBERS} members, none twice, got {len(archive.infolist())}")
+        requested = {name: member for name, member in members.items() if names is None or name in names}
+        # Compared with the size of the file, not of the members: two members may share the same bytes.
+        check_size(sum(member.file_size for member in requested.values()), path.stat().st_size)
+        return {name: _read(archive, name, member) for name, member in requested.items()}
 
 
 class _BoundedReads:
@@ -46,9 +44,9 @@ class _BoundedReads:
         self.seek, self.tell, self.close, self.seekable = file.seek, file.tell, file.close, file.seekable
 
     def read(self, size: int = -1) -> bytes:
-        content = self._file.read(MOST_DIRECTORY + 1 if size < 0 else min(size, MOST_DIRECTORY + 1))
-        if len(content) > MOST_DIRECTORY:
-            raise ValueError(f"its directory has more than {MOST_DIRECTORY:,} bytes")
+        content = self._file.read(MAX_DIRECTORY + 1 if size < 0 else min(size, MAX_DIRECTORY + 1))
+        if len(content) > MAX_DIRECTORY:
+            raise ValueError(f"its directory has more than {MAX_DIRECTORY:,} bytes")
         return content
 
 

@@ -18,7 +18,7 @@ from gradveil.core.tensors import Tensors, shapes_of
 from gradveil.defenses.base import Batch, Prepared, StepDefense, check_result, checked_gradients
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.task import Gradients, Task
-from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, squared_weight_of
+from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, variance_factor
 
 FORMS = ("local", "global")
 SMALLEST_GRADIENT = 1e-6
@@ -163,7 +163,7 @@ class SensitivityNoise(SensitivityDriven):
         if self.idle:
             return NOTHING_TO_KNOW
         step_variance = self._guessed_variance(task, sizes_of(local, batch_size)[0])
-        variance = {name: squared_weight_of(local, batch_size) * value for name, value in step_variance.items()}
+        variance = {name: variance_factor(local, batch_size) * value for name, value in step_variance.items()}
         typical = typical_variance(variance)  # 0 if the defense only clips
         expect = None if local else each_round(self.clipped)
         weighted = Knowledge(

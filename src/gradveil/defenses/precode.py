@@ -13,7 +13,7 @@ from gradveil.core.randomness import Source, fresh_generator
 from gradveil.defenses.base import DEFENSES, Batch, Prepared, StepDefense
 from gradveil.defenses.knowledge import Evidence, Knowledge
 from gradveil.task import Gradients, Task
-from gradveil.task.model import watched
+from gradveil.task.model import recording
 from gradveil.update import ClientRound, LocalSteps
 
 
@@ -171,7 +171,7 @@ class VariationalTask(Task):
         moments: dict[str, Tensor] = {}
         encoder = f"{self.place}.encoder"
         modules = {encoder: self._functional.stateless.get_submodule(encoder)}
-        with watched(modules, moments.__setitem__, outputs=True):
+        with recording(modules, moments.__setitem__, outputs=True):
             loss = super().loss(parameters, inputs, labels)
         return loss + self.beta * divergence(moments[encoder])
 

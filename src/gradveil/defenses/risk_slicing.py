@@ -20,7 +20,7 @@ from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Evidence, Knowledge, cl
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, ClientState, LocalSteps, ServerRound, Update
 
-MOST_BLOCKS = 4096
+MAX_BLOCKS = 4096
 """Largest number of equal blocks that a model is cut into; the greatest common divisor alone might mean millions."""
 DIRECTIONS = 10
 """Number of random directions that estimate the risk of each public example."""
@@ -246,7 +246,7 @@ def cut_slices(layers: Mapping[str, Tensor], risks: Mapping[str, float], slices:
         slices: number of slices.
     """
     sizes = {name: value.numel() for name, value in layers.items() if value.numel()}
-    block = max(math.gcd(*sizes.values()), math.ceil(sum(sizes.values()) / MOST_BLOCKS))
+    block = max(math.gcd(*sizes.values()), math.ceil(sum(sizes.values()) / MAX_BLOCKS))
     blocks = [
         (risks[name] * (min(first + block, size) - first) / size, name, first)
         for name, size in sizes.items()

@@ -23,7 +23,7 @@ class Engine(ABC):
 
     It implements `run`, and declares what it can do by class attributes:
 
-    - `words`: its name as it appears in a sentence.
+    - `title`: its name as it appears in a sentence.
     - `devices`: the types of devices that it trains on; empty: all.
     - `checkpoints`: it takes `checkpoint`, a folder in which it keeps a file called `checkpoint.FILE`, and `resume`.
     - `executions`: it takes `execution`, see `gradveil.federation._clients`.
@@ -35,7 +35,7 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
-    words: ClassVar[str]
+    title: ClassVar[str]
     devices: ClassVar[tuple[str, ...]] = ("cpu",)
     checkpoints: ClassVar[bool] = False
     executions: ClassVar[bool] = False
@@ -45,10 +45,10 @@ class Engine(ABC):
         """Call `run` if this engine can do what is asked, and raise otherwise."""
         for option in options:
             if option in _OPTIONS and not getattr(self, _OPTIONS[option]):
-                raise ParameterError(f"train: {self.words} takes no {option}; leave it out or use the engine 'local'")
+                raise ParameterError(f"train: {self.title} takes no {option}; leave it out or use the engine 'local'")
         if self.devices and task.device.type not in self.devices:
             raise InputError(
-                f"train: {self.words} trains on {' or '.join(self.devices)}, got a task on {task.device}; move the "
+                f"train: {self.title} trains on {' or '.join(self.devices)}, got a task on {task.device}; move the "
                 "task or use the engine 'local'"
             )
         return self.run(task, *job, **options)
@@ -82,7 +82,7 @@ class Engine(ABC):
 class LocalEngine(Engine):
     """All clients and the server in this process, see `gradveil.federation.train`."""
 
-    words = "the local engine"
+    title = "the local engine"
     devices = ()
     checkpoints = executions = faults = True
 
@@ -95,7 +95,7 @@ class LocalEngine(Engine):
 class FlowerEngine(Engine):
     """One simulated node per client on Flower's simulation, see `gradveil.flower.simulate`."""
 
-    words = "Flower's simulation"
+    title = "Flower's simulation"
 
     def run(self, *args: Any, **options: Any) -> TrainingResult:
         """Call `simulate`."""

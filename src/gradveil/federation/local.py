@@ -192,7 +192,7 @@ class _Federation:
             defense=self.job.defense,
             parameters=state.parameters,
             statistics={name: state.buffers[name] for name in self.job.statistics},
-            most_samples=self.job.training.batch_size,
+            max_samples=self.job.training.batch_size,
             local=self.job.training.local,
         )
 

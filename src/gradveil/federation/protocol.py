@@ -102,7 +102,7 @@ class OpenRound(Replies[T]):
         parameters: tensors with the names, shapes and types that an update must have, such as ``task.parameters``.
         statistics: the batch-norm statistics that an update must carry, with their values before the round.
         all_statistics: False: a client may leave some out; those stay as they were.
-        most_samples: the most examples that a client may claim to have used, which are its weight in the mean. None:
+        max_samples: the most examples that a client may claim to have used, which are its weight in the mean. None:
             another part of the reply gives the weight, and the samples and local steps in the bytes are ignored.
         local: the local steps that were asked for.
         named_once: see `Replies`.
@@ -111,7 +111,7 @@ class OpenRound(Replies[T]):
         >>> from gradveil.defenses import create
         >>> from gradveil.update import Meta
         >>> faults, model = [], {"w": torch.zeros(2)}
-        >>> server = OpenRound(0, [4, 5], faults.append, defense=create("none"), parameters=model, most_samples=8)
+        >>> server = OpenRound(0, [4, 5], faults.append, defense=create("none"), parameters=model, max_samples=8)
         >>> message = wire.encode(Update({"w": torch.ones(2)}, Meta(round=0, samples=1)))
         >>> server.receive(4, lambda: server.read(message)), server.receive(5, lambda: server.read(message[:-1]))
         (True, False)
@@ -126,7 +126,7 @@ class OpenRound(Replies[T]):
     parameters: Mapping[str, Tensor]
     statistics: Mapping[str, Tensor] = field(default_factory=dict)
     all_statistics: bool = True
-    most_samples: int | None = None
+    max_samples: int | None = None
     local: LocalSteps | None = None
     announced: Announced | None = field(default=None, init=False)
 
@@ -161,8 +161,8 @@ class OpenRound(Replies[T]):
         meta = update.meta
         if meta.round != self.number:
             raise Refused(STALE, f"expected an update of round {self.number}, got one of round {meta.round}")
-        if self.most_samples is not None:
-            weight_of("samples", meta.samples, self.most_samples)
+        if self.max_samples is not None:
+            total_weight("samples", meta.samples, self.max_samples)
             if meta.local != self.local:
                 raise InputError(f"expected local steps {self.local}, got {meta.local}")
         expected = {n: v for n, v in self.statistics.items() if self.all_statistics or n in meta.buffers}
@@ -181,7 +181,7 @@ class OpenRound(Replies[T]):
         return self.defense.aggregate(updates, weights=weights, memory=memory, announced=self.announced)
 
 
-def weight_of(name: str, claimed: object, most: int) -> float:
+def total_weight(name: str, claimed: object, most: int) -> float:
     """The weight in the mean that a client claims; raise unless it is a whole number from 1 to `most`."""
     weight = checks.number("reply", name, claimed, low=1, high=most)
     if not weight.is_integer():

@@ -37,7 +37,7 @@ def decoy_scores(sent: Tensor, keep: float, std: float) -> Tensor:
     # Bin i reaches from edge i up to edge i + 1; the last one has no upper edge.
     bins = torch.searchsorted(edges, magnitudes, right=True) - 1
     arrived = bins.bincount(minlength=len(edges))
-    decoys_below = torch.cat([torch.erf(edges / (std * math.sqrt(2))), torch.ones(1, dtype=edges.dtype)])
+    decoys_below = torch.cat([torch.erf(edges / (std * math.sqrt(2))), edges.new_ones(1)])
     expected_decoys = (1 - keep) * len(magnitudes) * decoys_below.diff()
     return (expected_decoys / arrived.clamp(min=1))[bins].view(sent.shape)
 

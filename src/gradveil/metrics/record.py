@@ -51,7 +51,7 @@ class Metric:
         ...     modalities=("image",),
         ...     low=0.0,
         ... )
-        >>> error.words(0.126), error.closeness(0.126)
+        >>> error.with_unit(0.126), error.closeness(0.126)
         ('0.13', -0.126)
     """
 
@@ -82,13 +82,13 @@ class Metric:
         """Whether worse values lie below or above better ones."""
         return "below" if self.better == "higher" else "above"
 
-    def figure(self, value: float) -> str:
+    def without_unit(self, value: float) -> str:
         """A value as shown to readers, without its unit."""
         return f"{round(value, self.digits) + 0:.{self.digits}f}"  # adding zero turns -0.0 into 0.0
 
-    def words(self, value: float) -> str:
+    def with_unit(self, value: float) -> str:
         """A value as shown to readers, with its unit."""
-        return f"{self.figure(value)} {self.unit}".rstrip()
+        return f"{self.without_unit(value)} {self.unit}".rstrip()
 
     def closeness(self, value: float) -> float:
         """The value with its sign chosen so that higher is always closer to the original."""

@@ -16,7 +16,7 @@ GROUP = 8
 # largest initialisation in the papers, gives 20 with 4,608 inputs.
 LARGEST_SCALE, SMALLEST_SCALE = 100.0, 1e-3
 # The most vectors compared with each other in one layer; of more, only every second, third, ... is used.
-MOST_VECTORS = 4096
+MAX_VECTORS = 4096
 # A unit is certain to be silent if its bias outweighs any contribution of inputs of at most this size: images lie in
 # [0, 1], and activations of hidden layers are seldom larger than ten.
 LARGEST_INPUT, LARGEST_ACTIVATION = 1.0, 10.0
@@ -148,7 +148,7 @@ def _unheard_units(weighted: Sequence[tuple[str, _Weighted]]) -> Iterator[Findin
 
 def _count_parallel(vectors: Tensor, shortest: int) -> int:
     """How many of the vectors are (nearly) parallel to another one."""
-    vectors = vectors[:: -(-len(vectors) // MOST_VECTORS)]
+    vectors = vectors[:: -(-len(vectors) // MAX_VECTORS)]
     lengths = vectors.norm(dim=1)
     vectors = vectors[lengths > 0] / lengths[lengths > 0, None]
     if vectors.shape[1] < shortest or len(vectors) < GROUP:

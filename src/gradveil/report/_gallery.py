@@ -42,10 +42,13 @@ def figures(audit: Audit) -> dict[str, list[Strip]]:
     ]
     top = [Strip("original", "what the client has", originals)]
     if audit.blind:
-        note = f"median {audit.primary.words(score(audit, audit.blind).median)}"
+        note = f"median {audit.primary.with_unit(score(audit, audit.blind).median)}"
         top.append(Strip(BLIND_GUESS, note, _shots(audit, BLIND_GUESS, audit.blind)))
     return {
-        audit.short(method): [*top, *(_strip(audit, *pair) for pair in audit.expected if pair[1].spec == method.spec)]
+        audit.short_name(method): [
+            *top,
+            *(_strip(audit, *pair) for pair in audit.expected if pair[1].spec == method.spec),
+        ]
         for method in map(MethodId, audit.methods)
     }
 
@@ -63,13 +66,13 @@ def _shown_victims(audit: Audit) -> range:
 
 
 def _strip(audit: Audit, defense: str, attack: MethodId) -> Strip:
-    rows = audit.of(defense, attack)
+    rows = audit.rows_of(defense, attack)
     name = "adaptive attacker" if attack.adaptive else title(defense)  # its row is below the plain attacker's
     shots = _shots(audit, f"{title(defense)}, {name}" if attack.adaptive else name, rows)
     if not rows:
         return Strip(name, "not attacked yet", shots, adaptive=attack.adaptive)
     result = score(audit, rows)
-    note = f"median {audit.primary.words(result.median)}, leaked {result.leaked} of {result.victims}"
+    note = f"median {audit.primary.with_unit(result.median)}, leaked {result.leaked} of {result.victims}"
     return Strip(name, note, shots, result.leaked > 0, attack.adaptive)
 
 
@@ -84,11 +87,11 @@ def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
     leaked = None if row.defense_spec is None else row.leaked  # a blind guess is not judged
     suffix = {None: "", True: ", leaked", False: ", not leaked"}[leaked]
     values = [
-        f"{metric.title} {metric.words(value)}"
+        f"{metric.title} {metric.with_unit(value)}"
         for metric in sorted(audit.metrics, key=lambda metric: metric != audit.primary)
         if metric.column and metric.compares and (value := row.scores[metric.name]) is not None
     ]
-    caption = audit.primary.words(primary_of(audit, [row])[row.victim])
+    caption = audit.primary.with_unit(primary_of(audit, [row])[row.victim])
     description = f"{name}, victim {row.victim}: {', '.join(values)}{suffix}"
     return _shot(audit, images.reconstruction(audit, row), caption, description, leaked)
 

@@ -84,9 +84,9 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
     by_victim: dict[int, ResultRow] = {}
     if best := strongest(audit, defense):
         attack, result = best
-        by_victim = {attempt.victim: attempt for attempt in audit.of(defense, attack)}
-        label.append((audit.short(attack), PARAMETERS, QUIET))
-        note = f"median {audit.primary.words(result.median)}, leaked {result.leaked}/{result.victims}"
+        by_victim = {attempt.victim: attempt for attempt in audit.rows_of(defense, attack)}
+        label.append((audit.short_name(attack), PARAMETERS, QUIET))
+        note = f"median {audit.primary.with_unit(result.median)}, leaked {result.leaked}/{result.victims}"
         label.append((note, NOTE, LEAK if result.leaked else SAFE))
     else:
         label.append(("not attacked yet", NOTE, QUIET))

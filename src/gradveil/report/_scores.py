@@ -63,13 +63,15 @@ def score(audit: Audit, rows: Sequence[ResultRow]) -> Score:
 def scores(audit: Audit) -> dict[tuple[str | None, MethodId], Score]:
     """Scores of the blind guess, then of every (defense, attack) that has rows, in the order of the audit."""
     by_pair: dict[tuple[str | None, MethodId], Sequence[ResultRow]] = {(None, MethodId(BLIND_GUESS)): audit.blind}
-    by_pair |= {(defense, attack): audit.of(defense, attack) for defense in audit.defenses for attack in audit.attacks}
+    by_pair |= {
+        (defense, attack): audit.rows_of(defense, attack) for defense in audit.defenses for attack in audit.attacks
+    }
     return {pair: score(audit, rows) for pair, rows in by_pair.items() if rows}
 
 
 def strongest(audit: Audit, defense: str) -> tuple[MethodId, Score] | None:
     """The attack whose median is closest under `defense`, with its score; None if no attack has rows."""
-    ran = [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
+    ran = [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.rows_of(defense, attack))]
     return max(ran, key=lambda pair: audit.primary.closeness(pair[1].median), default=None)
 
 
@@ -88,12 +90,12 @@ def difference_to_plain(audit: Audit, defense: str, attack: MethodId) -> Interva
     """An adaptive attack's score minus its plain form's, paired by victim; None if either did not run."""
     if not attack.adaptive:
         return None
-    return _difference(audit, audit.of(defense, attack), audit.of(defense, MethodId(attack.spec)))
+    return _difference(audit, audit.rows_of(defense, attack), audit.rows_of(defense, MethodId(attack.spec)))
 
 
 def difference_to_undefended(audit: Audit, defense: str, attack: MethodId) -> Interval | None:
     """An attack's score under a defense minus its undefended score, paired by victim; None if either is missing."""
-    return _difference(audit, audit.of(defense, attack), audit.without_defense(attack))
+    return _difference(audit, audit.rows_of(defense, attack), audit.without_defense(attack))
 
 
 def as_closeness(audit: Audit, interval: Interval) -> Interval:

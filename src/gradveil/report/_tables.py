@@ -115,7 +115,7 @@ def attack_table(audit: Audit) -> Table:
     def cells(defense: str | None, attack: MethodId, result: Score) -> Iterator[Cell]:
         undefended = defense in (None, UNDEFENDED)
         yield Cell(defense or MISSING, defense)
-        yield Cell(audit.short(attack), attack.words)
+        yield Cell(audit.short_name(attack), attack.title)
         yield _leaked(result) if defense else Cell(MISSING, None)
         yield _primary(primary, result)
         yield _difference(primary, None if undefended else difference_to_undefended(audit, defense or "", attack))
@@ -167,7 +167,9 @@ def ranking(audit: Audit) -> Table:
     """A row for each defense that was attacked, the most private first; only `Rank` is statistically meaningful."""
     attacked = {defense: best for defense in audit.real_defenses if (best := strongest(audit, defense))}
     primary = audit.primary
-    ranks = rank({defense: closeness_of(audit, audit.of(defense, attack)) for defense, (attack, _) in attacked.items()})
+    ranks = rank(
+        {defense: closeness_of(audit, audit.rows_of(defense, attack)) for defense, (attack, _) in attacked.items()}
+    )
     columns = (
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
         Column(
@@ -188,7 +190,7 @@ def ranking(audit: Audit) -> Table:
     def cells(defense: str) -> Iterator[Cell]:
         attack, result = attacked[defense]
         yield Cell(defense, defense)
-        yield Cell(audit.short(attack), attack.words)
+        yield Cell(audit.short_name(attack), attack.title)
         yield Cell(str(ranks[defense]), ranks[defense].best)
         yield _primary(primary, result)
         yield _leaked(result)
@@ -240,20 +242,24 @@ def _table(columns: Sequence[Column], rows: Iterable[Iterable[Cell]]) -> Table:
 
 
 def _primary(metric: Metric, result: Score) -> Cell:
-    return Cell(metric.figure(result.median), result.median, _range(metric, result.interval))
+    return Cell(metric.without_unit(result.median), result.median, _range(metric, result.interval))
 
 
 def _difference(metric: Metric, difference: Interval | None) -> Cell:
     if difference is None:
         return Cell(MISSING, None)
     sign = "+" if round(difference.estimate, metric.digits) > 0 else ""
-    text = f"{sign}{metric.figure(difference.estimate)}".replace("-", "−")
+    text = f"{sign}{metric.without_unit(difference.estimate)}".replace("-", "−")
     return Cell(text, difference.estimate, _range(metric, difference))
 
 
 def _range(metric: Metric, interval: Interval) -> str:
     """The interval, or nothing if there are too few victims for one."""
-    return f"{metric.figure(interval.low)} … {metric.figure(interval.high)}".replace("-", "−") if interval.known else ""
+    return (
+        f"{metric.without_unit(interval.low)} … {metric.without_unit(interval.high)}".replace("-", "−")
+        if interval.known
+        else ""
+    )
 
 
 def _leaked(result: Score) -> Cell:

@@ -101,7 +101,7 @@ def flags_for(modality: Modality, metrics: Sequence[Metric]) -> list[Flag]:
         "primary": primary.title,
         "worse": primary.worse,
         "lower": "lower" if primary.better == "higher" else "higher",
-        "least": primary.words(primary.noticeable),
+        "least": primary.with_unit(primary.noticeable),
         "guess": modality.guess,
         "others": join([metric.title for metric in others]),
         "opinions": " ".join(metric.second_opinion or "" for metric in others),
@@ -153,7 +153,7 @@ def _fails_undefended(audit: Audit) -> Iterator[str]:
     if not audit.attempts:
         return
     plain = map(MethodId, audit.methods)
-    undefended = {method: score(audit, rows) for method in plain if (rows := audit.of(UNDEFENDED, method))}
+    undefended = {method: score(audit, rows) for method in plain if (rows := audit.rows_of(UNDEFENDED, method))}
     if not undefended:
         yield (
             "There is no finished undefended run to compare with, so this audit says nothing about the defenses: add "
@@ -166,7 +166,7 @@ def _fails_undefended(audit: Audit) -> Iterator[str]:
         )
     else:
         for method, result in undefended.items():
-            name = f"`{audit.short(method)}`"
+            name = f"`{audit.short_name(method)}`"
             if not result.leaked:
                 yield f"{name} recovers nothing even without a defense; its rows say nothing about the defenses."
             elif result.leaked < result.victims / 2:
@@ -246,9 +246,9 @@ def _stronger_does_worse(audit: Audit) -> Iterator[str]:
         difference = difference_to_plain(audit, defense, attack)
         if difference and (gain := as_closeness(audit, difference)).high < 0 and gain.estimate <= -primary.noticeable:
             yield (
-                f"Against `{defense}`, `{audit.short(attack)}` is {primary.words(-gain.estimate)} "
+                f"Against `{defense}`, `{audit.short_name(attack)}` is {primary.with_unit(-gain.estimate)} "
                 f"{primary.worse} the attacker who does not know the defense "
-                f"({primary.figure(-gain.high)} to {primary.figure(-gain.low)})."
+                f"({primary.without_unit(-gain.high)} to {primary.without_unit(-gain.low)})."
             )
     for method in map(MethodId, audit.methods):
         better = [
@@ -260,8 +260,8 @@ def _stronger_does_worse(audit: Audit) -> Iterator[str]:
         ]
         if better:
             yield (
-                f"`{audit.short(method)}` recovers more under {names(better, MAX_NAMED)} than without a defense. A "
-                "sound attack should not: it had not converged or was lucky."
+                f"`{audit.short_name(method)}` recovers more under {names(better, MAX_NAMED)} than without a defense. "
+                "A sound attack should not: it had not converged or was lucky."
             )
 
 
@@ -283,7 +283,7 @@ def _below_blind(audit: Audit) -> Iterator[str]:
     primary, guess = audit.primary, score(audit, audit.blind).median
     below = {}
     for defense in audit.real_defenses:
-        by_attack = {attack: rows for attack in audit.attacks if (rows := audit.of(defense, attack))}
+        by_attack = {attack: rows for attack in audit.attacks if (rows := audit.rows_of(defense, attack))}
         medians = [score(audit, rows).median for attack, rows in by_attack.items() if attack.adaptive]
         best = max(medians, key=primary.closeness, default=guess)
         if primary.closeness(best) < primary.closeness(guess) and not any(
@@ -294,7 +294,7 @@ def _below_blind(audit: Audit) -> Iterator[str]:
         best = max(below.values(), key=primary.closeness)
         yield (
             f"Under {names(list(below), MAX_NAMED)}, the best adaptive attacker reaches a median of "
-            f"{primary.words(best)}, the blind guess {primary.words(guess)}."
+            f"{primary.with_unit(best)}, the blind guess {primary.with_unit(guess)}."
         )
 
 
@@ -411,7 +411,7 @@ def _late_gain(history: Sequence[float]) -> float:
 
 def _pairs(audit: Audit) -> list[tuple[tuple[str, MethodId], list[ResultRow]]]:
     """The pairs of defense and attack that have rows, with those rows."""
-    return [(pair, rows) for pair in audit.expected if (rows := audit.of(*pair))]
+    return [(pair, rows) for pair in audit.expected if (rows := audit.rows_of(*pair))]
 
 
 def _decisive(audit: Audit) -> list[tuple[tuple[str, MethodId], list[ResultRow]]]:
@@ -435,7 +435,7 @@ def _join_pairs(audit: Audit, pairs: Sequence[tuple[str, MethodId]]) -> str:
     for attack, defenses in by_attack.items():
         defended = names([defense for defense in defenses if defense != UNDEFENDED], MAX_NAMED)
         clauses.append(
-            f"`{audit.short(attack)}` "
+            f"`{audit.short_name(attack)}` "
             + " and ".join(filter(None, ["undefended" * (UNDEFENDED in defenses), defended and f"under {defended}"]))
         )
     return join(clauses)

@@ -103,7 +103,7 @@ def _stopped(audit: Audit, defense: str) -> list[str]:
     for method in _working_methods(audit):
         plain, adaptive = MethodId(method), MethodId(method, adaptive=True)
         leaking = {row.victim for row in audit.without_defense(plain) if row.leaked}
-        attacked = {row.victim for row in audit.of(defense, plain) + audit.of(defense, adaptive)}
+        attacked = {row.victim for row in audit.rows_of(defense, plain) + audit.rows_of(defense, adaptive)}
         if len(leaking & attacked) >= MIN_STOPPED:
             stopped.append(method)
     return stopped
@@ -116,16 +116,16 @@ def _adapted(audit: Audit, defense: str) -> list[str]:
     """
     if defense in audit.generic:
         return []
-    return [method for method in _working_methods(audit) if audit.of(defense, MethodId(method, adaptive=True))]
+    return [method for method in _working_methods(audit) if audit.rows_of(defense, MethodId(method, adaptive=True))]
 
 
 def _short_names(audit: Audit, methods: Sequence[str]) -> str:
-    return join([f"`{audit.short(MethodId(method))}`" for method in methods])
+    return join([f"`{audit.short_name(MethodId(method))}`" for method in methods])
 
 
 def _results(audit: Audit, defense: str) -> list[tuple[MethodId, Score]]:
     """The attacks that ran under `defense`, with their scores."""
-    return [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.of(defense, attack))]
+    return [(attack, score(audit, rows)) for attack in audit.attacks if (rows := audit.rows_of(defense, attack))]
 
 
 def _share(result: Score) -> float:
@@ -159,7 +159,7 @@ def _lead(audit: Audit) -> Sentence:
         count = f"{result.leaked or 'none'} of {result.victims:,}"
         if position == 0:
             count = f"recovers {result.leaked or 'none'} of {_victims(audit, result.victims)}"
-        clauses.append(f"`{audit.short(attack)}` {count} (median {audit.primary.words(result.median)})")
+        clauses.append(f"`{audit.short_name(attack)}` {count} (median {audit.primary.with_unit(result.median)})")
     leaks = any(result.leaked for _, result in results)
     return Sentence(f"Without a defense, {join(clauses)}.", Outcome.FAILS if leaks else Outcome.UNKNOWN)
 
@@ -221,7 +221,7 @@ def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
     for defense in defenses:
         attack, result = max(_results(audit, defense), key=lambda pair: _success(audit, pair[1]))
         yield (
-            f"`{defense}` is not enough: `{audit.short(attack)}` still recovers {result.leaked} of "
+            f"`{defense}` is not enough: `{audit.short_name(attack)}` still recovers {result.leaked} of "
             f"{_victims(audit, result.victims)}{_unaware_attackers(audit, defense, attack, result)}."
         )
 
@@ -361,7 +361,7 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
         return
     reaching = [row for row in audit.blind if audit.modality.leaked(row.scores, blind=None)]
     if reaching:
-        modality, median = audit.modality, audit.primary.words(score(audit, audit.blind).median)
+        modality, median = audit.modality, audit.primary.with_unit(score(audit, audit.blind).median)
         margin = (
             f" To count as leaked, a reconstruction must be {modality.margin} that guess." if modality.margin else ""
         )

@@ -142,10 +142,12 @@ def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
         )
         primary, interval = audit.primary, result.interval
         interval_text = (
-            f" ({primary.figure(interval.low)} to {primary.figure(interval.high)})" if interval.known else ""
+            f" ({primary.without_unit(interval.low)} to {primary.without_unit(interval.high)})"
+            if interval.known
+            else ""
         )
         detail = (
-            f"strongest attack: {audit.short(attack)}, median {primary.words(result.median)}{interval_text}, "
+            f"strongest attack: {audit.short_name(attack)}, median {primary.with_unit(result.median)}{interval_text}, "
             f"{'something leaked' if leaked else 'nothing leaked'}; "
             f"accuracy {percent(utility.accuracy)}{kept}"
         )

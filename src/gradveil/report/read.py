@@ -77,7 +77,7 @@ class Audit:
             by_pair.setdefault((row.defense_spec, row.method), []).append(row)
         return by_pair
 
-    def of(self, defense: str, attack: MethodId) -> list[ResultRow]:
+    def rows_of(self, defense: str, attack: MethodId) -> list[ResultRow]:
         """The rows of one attack under one defense."""
         return self._by_pair.get((defense, attack), [])
 
@@ -86,12 +86,12 @@ class Audit:
 
         Without a defense there is nothing to adapt to, so an audit may run only the plain form there.
         """
-        return self.of(UNDEFENDED, attack) or self.of(UNDEFENDED, MethodId(attack.spec))
+        return self.rows_of(UNDEFENDED, attack) or self.rows_of(UNDEFENDED, MethodId(attack.spec))
 
-    def short(self, attack: MethodId) -> str:
+    def short_name(self, attack: MethodId) -> str:
         """The attack in words, without its parameters unless another attack of the audit has the same name."""
         shared = sum(MethodId(spec).name == attack.name for spec in self.methods) > 1
-        return attack.words if shared else MethodId(attack.name, attack.adaptive).words
+        return attack.title if shared else MethodId(attack.name, attack.adaptive).title
 
     def missing_attempts(self) -> list[tuple[str, MethodId, int]]:
         """(defense, attack, victim) of every row that is expected but missing."""

@@ -101,7 +101,7 @@ class FunctionalModel:
                 layer_outputs.append((name, output))
 
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
-        with watched(leaves, record, outputs=True):
+        with recording(leaves, record, outputs=True):
             try:
                 outputs = self(self.stateless, {**parameters, **buffer_copies}, probe)
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
@@ -141,7 +141,7 @@ class FunctionalModel:
         """The same model with smoothed ReLUs, see `Task.smoothed`."""
         relus = self.relus
         squares: dict[str, list[Tensor]] = {name: [] for name in relus}
-        with watched(relus, lambda name, value: squares[name].append(value.square().mean())):
+        with recording(relus, lambda name, value: squares[name].append(value.square().mean())):
             self(self.stateless, tensors, probe)
         other = copy.copy(self)
         other.stateless = _share_tensors(self.stateless)
@@ -153,13 +153,13 @@ class FunctionalModel:
 
 
 @contextmanager
-def watched(
+def recording(
     modules: Mapping[str, nn.Module], record: Callable[[str, Tensor], object], *, outputs: bool = False
 ) -> Iterator[None]:
     """Inside the context, call `record` with the name and the input (or the output) of each module that runs.
 
     >>> layer, seen = nn.Linear(2, 1), []
-    >>> with watched({"layer": layer}, lambda name, value: seen.append((name, tuple(value.shape)))):
+    >>> with recording({"layer": layer}, lambda name, value: seen.append((name, tuple(value.shape)))):
     ...     _ = layer(torch.zeros(3, 2))
     >>> seen
     [('layer', (3, 2))]

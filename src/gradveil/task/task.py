@@ -13,7 +13,7 @@ from gradveil.core import checks
 from gradveil.core.errors import InputError, ParameterError
 from gradveil.core.randomness import Randomness, source_of
 from gradveil.modality import IMAGE, Modality
-from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, watched
+from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, recording
 from gradveil.task.sensitivity import MEMORY_BUDGET, chunk_size, squared_sensitivity
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -270,7 +270,7 @@ class Task:
         weight = stateless.get_parameter(self.classifier.weight)
         linears = {n: m for n, m in stateless.named_modules() if isinstance(m, nn.Linear) and m.weight is weight}
         classifier_inputs: list[Tensor] = []
-        with watched(linears, lambda _name, value: classifier_inputs.append(value)):
+        with recording(linears, lambda _name, value: classifier_inputs.append(value)):
             self.outputs(parameters, inputs)
         return classifier_inputs[-1]  # if layers share a weight, the last one to run computes the logits
 
@@ -281,7 +281,7 @@ class Task:
         """
         inputs_of: dict[str, Tensor] = {}
         norms = {name: self._functional.stateless.get_submodule(name) for name in self._functional.batch_norms}
-        with watched(norms, inputs_of.__setitem__):
+        with recording(norms, inputs_of.__setitem__):
             self.outputs(parameters, inputs)
         buffers, result = self.buffers, {}
         for name, values in inputs_of.items():

@@ -3,13 +3,13 @@
 from gradveil.update.local_steps import (
     LocalSteps,
     sizes_of,
-    squared_weight_of,
     step_weights,
     steps_of,
-    weight_of,
+    total_weight,
+    variance_factor,
     with_momentum,
 )
-from gradveil.update.rounds import Announced, ClientRound, ClientState, Memory, ServerRound
+from gradveil.update.round import Announced, ClientRound, ClientState, Memory, ServerRound
 from gradveil.update.update import MAX_BITS, Grid, Meta, Rounds, Update, compute_update, weighted_mean
 
 __all__ = [
@@ -26,10 +26,10 @@ __all__ = [
     "Update",
     "compute_update",
     "sizes_of",
-    "squared_weight_of",
     "step_weights",
     "steps_of",
-    "weight_of",
+    "total_weight",
+    "variance_factor",
     "weighted_mean",
     "with_momentum",
 ]

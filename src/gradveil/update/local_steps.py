@@ -64,19 +64,19 @@ def step_weights(local: LocalSteps | None, examples: int) -> list[float]:
     return [(1 - momentum**remaining) / (1 - momentum) for remaining in range(steps_of(local, examples), 0, -1)]
 
 
-def weight_of(local: LocalSteps | None, examples: int) -> float:
+def total_weight(local: LocalSteps | None, examples: int) -> float:
     """The total weight of the gradients in an update.
 
-    >>> weight_of(LocalSteps(epochs=3, momentum=0.5), examples=8)
+    >>> total_weight(LocalSteps(epochs=3, momentum=0.5), examples=8)
     4.25
     """
     return sum(step_weights(local, examples))
 
 
-def squared_weight_of(local: LocalSteps | None, examples: int) -> float:
+def variance_factor(local: LocalSteps | None, examples: int) -> float:
     """The variance of an update relative to that of one of its gradients, if these are independent.
 
-    >>> squared_weight_of(LocalSteps(epochs=3), examples=8), squared_weight_of(LocalSteps(epochs=2, momentum=0.5), 8)
+    >>> variance_factor(LocalSteps(epochs=3), examples=8), variance_factor(LocalSteps(epochs=2, momentum=0.5), 8)
     (3.0, 3.25)
     """
     return sum(weight**2 for weight in step_weights(local, examples))

@@ -10,7 +10,7 @@ from torch import Tensor
 from gradveil.core import checks
 from gradveil.core.errors import InputError
 from gradveil.core.randomness import Randomness, source_of
-from gradveil.core.tensors import shapes_of
+from gradveil.core.tensors import first_mismatch, shapes_of
 from gradveil.task import Gradients, Task
 from gradveil.update.local_steps import LocalSteps, with_momentum
 
@@ -200,6 +200,9 @@ def weighted_mean(updates: Sequence[Update], weights: Sequence[float] | None = N
     for update in updates:
         if (got := shapes_of(update)) != shapes:
             raise InputError(f"aggregate: expected updates of one model with layers {shapes}, got {got}")
+        if wrong := first_mismatch(updates[0].meta.buffers, update.meta.buffers):
+            name, expected, found = wrong
+            raise InputError(f"aggregate: expected of every update for the statistic {name!r} {expected}, got {found}")
     buffers = {name: mean([u.meta.buffers[name] for u in updates]) for name in updates[0].meta.buffers}
     meta = Meta(round=updates[0].meta.round, samples=sum(u.meta.samples for u in updates), buffers=buffers)
     return Update({name: mean([update[name] for update in updates]) for name in shapes}, meta)

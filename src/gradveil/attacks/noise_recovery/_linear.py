@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint64]
 
-_MOST_GUESSED = 4  # undetermined bits for which both values are tried
+_MAX_GUESSED = 4  # undetermined bits for which both values are tried
 _STRIP = 8  # columns that one table of sums covers
 _CHUNK = 64  # rows updated together, so that they stay in the cache while all tables of a word are added
 
@@ -59,7 +59,7 @@ def solve(equations: Words, unknowns: int) -> Solution:
     )  # no coefficients left: the constant must be 0
     contradictions = int(redundant.sum())
     free = sorted(set(range(unknowns)) - set(pivots))
-    guesses = itertools.product((0, 1), repeat=len(free)) if len(free) <= _MOST_GUESSED and not contradictions else ()
+    guesses = itertools.product((0, 1), repeat=len(free)) if len(free) <= _MAX_GUESSED and not contradictions else ()
     candidates = [
         _substitute(equations, pivots, unknowns, [column for column, bit in zip(free, guess, strict=True) if bit])
         for guess in guesses

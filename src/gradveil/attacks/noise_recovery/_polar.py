@@ -32,7 +32,7 @@ _DRIFT = 5  # pairs by which distances may change from one anchor to the next
 # How many relations of a pair must hold (a coincidence explains two), and what share of that number may fail.
 _FEWEST_HELD, _FAILED = 3, 0.25
 _MOSTLY = 0.8  # the share of outputs in which a bit must be certain to be used
-_FEWEST_BITS, _MOST_BITS = 17, 26
+_FEWEST_BITS, _MAX_BITS = 17, 26
 
 Ints = NDArray[np.int64]
 _Relation = tuple[tuple[Ints, Ints, Ints], tuple[NDArray[np.bool_], ...], int]
@@ -106,7 +106,7 @@ def align(drawn_first: Floats, drawn_second: Floats, error: Floats, known: NDArr
 
 def _usable_bits(one: Floats, two: Floats, error: Floats) -> int | None:
     """How many high bits are certain in most outputs; None: too few for any relation."""
-    for bits in range(_MOST_BITS, _FEWEST_BITS - 1, -1):
+    for bits in range(_MAX_BITS, _FEWEST_BITS - 1, -1):
         if np.mean([_is_certain(u, error, bits) for u in (one, two)]) > _MOSTLY:
             return bits
     return None

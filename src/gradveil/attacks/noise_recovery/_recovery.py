@@ -20,7 +20,7 @@ _CHECKS = 64  # equations beyond the rank that must hold, which happens by chanc
 _SPARE = 1.06  # equations taken per unknown if the outputs are scattered
 _DENSE_SPARE = 2.0  # the same if they are close together, because many equations then follow from others
 _DENSE = 6_000  # the span, in outputs, up to which they count as close together
-_MOST_EQUATIONS = 48_000  # they take about 120 MB
+_MAX_EQUATIONS = 48_000  # they take about 120 MB
 _FARTHEST = 100_000  # the span, in outputs, that equations may cover; they take some seconds to write down
 
 
@@ -182,7 +182,7 @@ def _choices(bits: KnownBits) -> Iterator[NDArray[np.int64]]:
         return
     # Equations of neighbouring outputs are often redundant; those of outputs from the whole stream are less so.
     words = np.unique(bits.positions)
-    chosen = words[np.random.default_rng(0).random(len(words)) < _MOST_EQUATIONS / len(bits.positions)]
+    chosen = words[np.random.default_rng(0).random(len(words)) < _MAX_EQUATIONS / len(bits.positions)]
     chosen = chosen[chosen < chosen[0] + _FARTHEST]
     yield np.flatnonzero(np.isin(bits.positions, chosen))
 

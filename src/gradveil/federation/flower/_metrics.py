@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from flwr.app import Message, MetricRecord, RecordDict
 
 from gradveil.core.errors import InputError
-from gradveil.federation.protocol import weight_of
+from gradveil.federation.protocol import total_weight
 
 _Shape = tuple[str, int | None]  # a metric's name, and its length if it is a list
 
@@ -24,7 +24,7 @@ def weight_in(message: Message, key: str, most: int) -> float:
     if len(records) != 1 or key not in records[0]:
         found = {name: sorted(record) for name, record in message.content.metric_records.items()}
         raise InputError(f"expected one MetricRecord with {key!r}, got {found}")
-    weight = weight_of(key, records[0][key], most)
+    weight = total_weight(key, records[0][key], most)
     for name, value in records[0].items():
         if not all(map(math.isfinite, value if isinstance(value, list) else [value])):
             raise InputError(f"metrics must be finite, got {value} for {name!r}")

@@ -26,7 +26,7 @@ from gradveil.federation.flower._metrics import keep_common_metrics, weight_in
 from gradveil.federation.protocol import OpenRound, Replies
 from gradveil.update import Update, wire
 
-MOST_EXAMPLES = 10_000_000
+MAX_EXAMPLES = 10_000_000
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ class GradveilStrategy(Strategy):
         defense: the defense of the clients, or its name or text; for one that needs preparing, the prepared object.
         lr: the learning rate of the clients, which turns an update into a step again.
         statistics: as in the clients' `defense_mod`: the model, or the names of the arrays that are sent undefended.
-        most_examples: largest weight (``num-examples``) that a reply may claim; it must be a whole number from 1. Use
+        max_examples: largest weight (``num-examples``) that a reply may claim; it must be a whole number from 1. Use
             the size of the largest client: whoever claims more than it has moves the mean further.
 
     Example:
@@ -96,13 +96,13 @@ class GradveilStrategy(Strategy):
         *,
         lr: float,
         statistics: Statistics = None,
-        most_examples: int = MOST_EXAMPLES,
+        max_examples: int = MAX_EXAMPLES,
     ) -> None:
         self.inner = inner
         self.defense = defense if isinstance(defense, Defense) else create_defense(defense)
         self.lr = checks.number("GradveilStrategy", "lr", lr, above=0)
         self.statistics = statistic_names("GradveilStrategy", statistics)
-        self.most_examples = checks.integer("GradveilStrategy", "most_examples", most_examples, low=1, high=2**53)
+        self.max_examples = checks.integer("GradveilStrategy", "max_examples", max_examples, low=1, high=2**53)
         self.faults: list[Fault] = []
         self.uploads: list[int] = []  # bytes of every accepted reply
         self.downloads: list[int] = []  # bytes of every train message
@@ -264,7 +264,7 @@ class GradveilStrategy(Strategy):
         return message
 
     def _weight(self, message: Message) -> float:
-        return weight_in(message, self._weight_key, self.most_examples)
+        return weight_in(message, self._weight_key, self.max_examples)
 
     def _note(self, fault: Fault) -> None:
         self.faults.append(fault)
