@@ -8,7 +8,7 @@ PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 # Small networks run slower on many threads than on one as soon as anything else runs.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: audit test test-deployment lint format clean
+.PHONY: audit test test-deployment lint format index clean
 
 audit: .venv/.installed
 	$(BIN)/gradveil audit --resume
@@ -28,6 +28,10 @@ lint: .venv/.installed-dev
 format: .venv/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# What `gradveil list` and `--help` say of the registries, kept in a file so that they need not import torch.
+index: .venv/.installed-dev
+	$(BIN)/python -m gradveil.cli._index
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis

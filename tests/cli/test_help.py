@@ -29,8 +29,14 @@ def test_nothing_slow_is_imported_to_answer(words):
 
 
 def test_the_index_is_that_of_the_registries():
-    """Make it anew with: python -m gradveil.cli._index"""
+    """If it is not: make index"""
     assert _index.read_index() == json.loads(json.dumps(_index.build()))
+
+
+def test_a_new_file_of_methods_is_listed_before_the_index_is_written(monkeypatch):
+    stale = {name: [] for name in _index.LISTS} | {"files": ["defenses/base.py"]}
+    monkeypatch.setattr(_index, "read_index", lambda: stale)
+    assert {"top-k", "none"} <= {row["name"] for row in _index.read_lists()["defenses"]}
 
 
 def test_the_version(gradveil_command):

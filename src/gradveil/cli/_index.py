@@ -1,7 +1,7 @@
 """What ``gradveil list`` prints and what ``gradveil audit --help`` says of defaults, without importing torch.
 
 Both are kept in ``index.json``, which ``python -m gradveil.cli._index`` writes; a test compares it with the
-registries. If there are plugins, the registries are read instead.
+registries. If there are plugins, or a file of methods has come or gone since, the registries are read instead.
 """
 
 import inspect
@@ -15,11 +15,13 @@ from gradveil.core import plugins
 FILE = Path(__file__).with_name("index.json")
 LISTS = ("defenses", "attacks", "datasets", "models", "metrics")
 
+_FOLDERS = ("defenses", "attacks", "models", "metrics")
+
 Row = dict[str, Any]
 
 
 def read_index() -> dict[str, Any]:
-    """The file: a list for each of `LISTS`, and the settings of an audit with their defaults."""
+    """The file: a list for each of `LISTS`, the settings of an audit with their defaults, and the files of methods."""
     index: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
     return index
 
@@ -28,8 +30,15 @@ def read_lists(files: Iterable[str] = ()) -> dict[str, list[Row]]:
     """The rows of every list; those of plugins, from `files` or installed packages, are among them."""
     for path in files:
         plugins.load_file(path)
-    current = build() if plugins.loaded_files() or any(map(plugins.installed, plugins.GROUPS)) else read_index()
+    index = read_index()
+    has_plugins = plugins.loaded_files() or any(map(plugins.installed, plugins.GROUPS))
+    current = build() if has_plugins or index["files"] != _method_files() else index
     return {name: current[name] for name in LISTS}
+
+
+def _method_files() -> list[str]:
+    package = FILE.parents[1]
+    return sorted(f"{folder}/{path.name}" for folder in _FOLDERS for path in (package / folder).glob("*.py"))
 
 
 def build() -> dict[str, Any]:
@@ -48,6 +57,7 @@ def build() -> dict[str, Any]:
         "models": [_row(name, *models.describe(name)) for name in models.names()],
         "metrics": [_metric(METRICS.get(name)) for name in METRICS.names()],
         "audit": AuditConfig().to_json(),
+        "files": _method_files(),
     }
 
 
