@@ -9,7 +9,7 @@ The parts, all with fixed seeds on the embedded digits:
   are stored as three fixed random projections and the norm, which must agree to 1e-6.
 - ``attacks``: twenty iterations of every attack, and of the adaptive attacker of every defense; to 1e-6.
 - ``training``: a FedAvg training with faults and error feedback; accuracies, losses and bytes to 1e-6.
-- ``flower``: a training on Flower's simulation; to 1e-6.
+- ``flower``: a training run on Flower's simulation; to 1e-6.
 - ``adaptive``: the rows of a small audit of every registered defense, plain and adaptive (two victims, 20 iterations);
   scores to 1e-6.
 - ``audit``: the rows of the default audit, without times. Full attacks amplify rounding errors, so a PSNR may differ,

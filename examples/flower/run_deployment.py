@@ -248,7 +248,7 @@ def _has_ended(process: subprocess.Popen) -> bool:
 
 
 class Run:
-    """A training that is started with ``flwr run``; iterating over it yields the lines of its log as they appear."""
+    """A training run, started with ``flwr run``; iterating over it yields the lines of its log as they appear."""
 
     def __init__(self, deployment: Deployment, *config: str, app: Path = APP) -> None:
         self.lines: list[str] = []

@@ -295,7 +295,7 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
     trainings = json.loads(out)["trainings"]
     assert [row["defense"] for row in trainings] == ["none", "top-k:keep=0.1", "gaussian-noise:std=0.01"]
     assert len({row["rounds"][0]["loss"] for row in trainings}) == 1  # the same images at the same weights
-    none = trainings[0]["accuracy"]
+    none = training runs[0]["accuracy"]
     assert [row["pmm"] for row in trainings] in (
         [None] * 3,
         pytest.approx([row["accuracy"] / none for row in trainings]),
@@ -312,7 +312,7 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
     assert "PMM" in out
     code, _, err = gradveil_command(*COMPARED.split(), "--out", folder)
     assert code == 2
-    assert "already holds a training; continue with --resume or choose another --out" in err
+    assert "already holds a training run; continue with --resume or choose another --out" in err
     code, _, err = gradveil_command("train", "--resume", "--out", folder, "--lr", 0.7)
     assert code == 2
     assert "lr was 0.05, is 0.7" in err
@@ -390,7 +390,7 @@ def test_train_resumes_only_where_there_is_a_training(gradveil_command, tmp_path
 
     assert "train: --resume needs --out" in refused()
     typo = tmp_path / "typo"
-    assert f"expected a folder that holds a training, got {typo}, which does not exist" in refused("--out", typo)
+    assert f"expected a folder that holds a training run, got {typo}, which does not exist" in refused("--out", typo)
     assert not typo.exists()
     assert "which holds none; leave --resume out to begin one" in refused("--out", tmp_path, "--model", "mlp")
     assert not list(tmp_path.iterdir())
@@ -407,7 +407,7 @@ def test_train_resumes_only_where_there_is_a_training(gradveil_command, tmp_path
     assert "which holds none" in refused("--out", folder)
     code, _, err = gradveil_command(*SHORT, "--out", folder)
     assert code == 2
-    assert "holds checkpoints of a training without its config.json; choose another --out" in err
+    assert "holds checkpoints of a training run without its config.json; choose another --out" in err
     assert not config.exists()
     config.write_text(began_with)
     assert gradveil_command("train", "--resume", "--out", folder)[0] == 0
@@ -427,7 +427,7 @@ def test_a_training_stopped_before_its_first_checkpoint_goes_on_as_it_was_asked(
         assert gradveil_command(*SHORT, "--seed", 7, "--out", folder)[0] == 130
     code, _, err = gradveil_command("train", "--resume", "--out", folder, "--seed", 8)
     assert code == 2
-    assert "holds another training: seed was 7, is 8" in err
+    assert "holds another training run: seed was 7, is 8" in err
     code, out, err = gradveil_command("train", "--resume", "--out", folder, "--json")
     assert code == 0
     assert "note: there is no checkpoint of the training under none; it begins with round 1" in err
@@ -439,7 +439,7 @@ def test_a_training_locks_its_folder(gradveil_command, tmp_path):
     with FileLock(tmp_path / ".lock"):
         code, _, err = gradveil_command(*SHORT, "--out", tmp_path)
     assert code == 2
-    assert f"train: another training is writing into {tmp_path}; wait for it or choose another --out" in err
+    assert f"train: another training run is writing into {tmp_path}; wait for it or choose another --out" in err
     assert not (tmp_path / "config.json").exists()
     assert gradveil_command(*SHORT, "--out", tmp_path)[0] == 0
 

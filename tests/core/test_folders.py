@@ -55,7 +55,7 @@ def test_a_folder_has_one_writer(tmp_path):
         ):
             pass
         with (
-            pytest.raises(OutputError, match="^train: another training is writing into"),
+            pytest.raises(OutputError, match="^train: another training run is writing into"),
             locked(tmp_path, "train", "training"),
         ):
             pass

@@ -158,9 +158,9 @@ def test_only_the_files_of_the_checkpoint_are_left(tmp_path):
 
 def test_another_training_is_refused(tmp_path):
     run(tmp_path, training=dataclasses.replace(TRAINING, rounds=2))
-    with pytest.raises(OutputError, match="holds a training already; continue it with resume"):
+    with pytest.raises(OutputError, match="holds a training run already; continue it with resume"):
         run(tmp_path)
-    with pytest.raises(OutputError, match="holds another training: rounds was 2, is 10"):
+    with pytest.raises(OutputError, match="holds another training run: rounds was 2, is 10"):
         run(tmp_path, resume=True)
     with pytest.raises(OutputError, match="defense was top-k:keep=0.1.error-feedback, is none"):
         run(tmp_path, resume=True, defense="none", training=dataclasses.replace(TRAINING, rounds=2))
@@ -176,7 +176,7 @@ def test_other_images_or_another_version_are_refused(tmp_path, monkeypatch):
     other = blobs()
     other.train.inputs[-1, 0, 0, 0] ^= 1
     monkeypatch.setitem(globals(), "blobs", lambda: other)
-    with pytest.raises(OutputError, match=r"holds another training: data was \w{16}, is \w{16}; choose another"):
+    with pytest.raises(OutputError, match=r"holds another training run: data was \w{16}, is \w{16}; choose another"):
         run(tmp_path, resume=True, training=short)
 
 
@@ -197,7 +197,9 @@ def test_another_model_normalisation_or_loss_at_the_same_weights_is_refused(tmp_
     begin_or_resume()
     begin_or_resume()
     for other in ({"activation": torch.nn.Tanh}, {"mean": [0.5], "std": [0.5]}, {"loss": squared}):
-        with pytest.raises(OutputError, match=r"holds another training: model was \w{16}, is \w{16}; choose another"):
+        with pytest.raises(
+            OutputError, match=r"holds another training run: model was \w{16}, is \w{16}; choose another"
+        ):
             begin_or_resume(**other)
 
 
@@ -217,7 +219,7 @@ def test_two_trainings_do_not_write_into_one_folder(tmp_path):
     def second(_record):
         for resume in (False, True):
             (tmp_path / FILE).touch()
-            with pytest.raises(OutputError, match="another training is writing into"):
+            with pytest.raises(OutputError, match="another training run is writing into"):
                 run(tmp_path, training=short, resume=resume)
         (tmp_path / FILE).unlink()
 
@@ -364,7 +366,7 @@ WRONG = {
 
 @pytest.fixture(scope="module")
 def stopped_training(tmp_path_factory):
-    """A training that was stopped in round 8, with a checkpoint of round 6."""
+    """A training run that was stopped in round 8, with a checkpoint of round 6."""
     folder = tmp_path_factory.mktemp("stopped")
 
     def stop(record):

@@ -36,7 +36,7 @@ ABOUT = "gradveil"  # the entry of a file's metadata that holds its JSON
 
 @dataclass(frozen=True)
 class Job:
-    """A training that is stopped, damaged and resumed."""
+    """A training run that is stopped, damaged and resumed."""
 
     defense: str
     training: Training
@@ -97,7 +97,7 @@ class Stopped(Exception):
 
 @dataclass(frozen=True)
 class Victim:
-    """A stopped training, its expected result, an earlier state of its folder and the folder of another training."""
+    """A stopped run, its expected result, an earlier state of its folder and the folder of another run."""
 
     job: Job
     folder: Path
@@ -422,7 +422,7 @@ def test_no_damaged_checkpoint_is_resumed_silently_or_ends_in_a_raw_error(tmp_pa
     outcomes = fuzz(int(os.environ.get("GRADVEIL_FUZZ", DEFAULT)), tmp_path)
     assert [outcome for outcome in outcomes if outcome.kind not in ("refused", "same")] == []
     counted = Counter(outcome.kind for outcome in outcomes)
-    # An earlier checkpoint of a training without memories is valid and leads to the same end; all else is refused.
+    # An earlier checkpoint of a training run without memories is valid and leads to the same end; all else is refused.
     same = {outcome.damage for outcome in outcomes if outcome.kind == "same"}
     assert same <= {take_an_earlier_checkpoint.__name__}
     assert counted["refused"] >= 0.9 * len(outcomes)

@@ -204,7 +204,7 @@ def test_a_client_may_try_again_after_a_refusal():
     assert server.accepts(2, message)
 
 
-# -- in a training ----------------------------------------------------------------------------------------------------
+# -- in a training run -------------------------------------------------------------------------------------------------
 
 TRAINING = Training(rounds=4, clients=5, batch_size=8, lr=0.05, seed=2)
 

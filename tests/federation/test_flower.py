@@ -488,7 +488,7 @@ def test_one_client_announces_and_all_send_only_those_locations(spec):
     strategy = wrapped(spec, inner=FedAvg(min_train_nodes=3, fraction_evaluate=0.0))
     result, grid = run(strategy, client_app(defense_mod(spec, lr=LR)), tamper=tap)
     assert not strategy.faults
-    # The elected client trained twice, but its app's state is that of one training.
+    # The elected client trained twice, but its app's state is that of one training run.
     assert len(grid.sent) == 4
     assert [visits(context) for context in grid.contexts.values()] == [1, 1, 1]
     publisher = next(

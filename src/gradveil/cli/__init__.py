@@ -1,7 +1,7 @@
 """The command line: one file per command.
 
-What a command says of itself is in ``NAME.py``, which imports nothing slow, so that help comes at once; what it does is
-in ``_NAME.py``.
+The options and help of a command are in ``NAME.py``, which imports nothing slow, so that help appears at once; what the
+command does is in ``_NAME.py``.
 """
 
 import sys

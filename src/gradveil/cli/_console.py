@@ -19,8 +19,8 @@ Plugins = Annotated[
     typer.Option(
         "--plugin",
         metavar="FILE",
-        help="A Python file that registers methods of your own, repeatable; it runs with all your rights. "
-        "With --resume it has to be named again.",
+        help="A Python file that registers methods of your own, repeatable; it runs with your full privileges. "
+        "A run that is resumed needs it again.",
         show_default="none",
     ),
 ]

@@ -6,6 +6,7 @@ registries. If there are plugins, or a file of methods has come or gone since, t
 
 import inspect
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def build() -> dict[str, Any]:
 
     known = [status for status in data.status() if status.name in data.names()]
     return {
-        "defenses": [_method(DEFENSES.create(name)) for name in DEFENSES.names()],
+        "defenses": [*(_method(DEFENSES.create(name)) for name in DEFENSES.names()), _error_feedback()],
         "attacks": [_method(ATTACKS.create(name)) for name in ATTACKS.names()],
         "datasets": [_row(status.name, status.summary, status.licence, {}) for status in known],
         "models": [_row(name, *models.describe(name)) for name in models.names()],
@@ -64,8 +65,22 @@ def build() -> dict[str, Any]:
 def _method(method: Any) -> Row:
     from gradveil.core.parameters import meanings
 
-    summary = (inspect.getdoc(method) or "").splitlines()[0]
-    return _row(method.name, summary, method.paper, method.parameters) | {"meanings": meanings(type(method))}
+    row = _row(method.name, _summary(method), method.paper, method.parameters)
+    return row | {"meanings": meanings(type(method))}
+
+
+def _summary(method: Any) -> str:
+    """The first line of a docstring, without the marks of Markdown."""
+    return re.sub(r"[*`]", "", (inspect.getdoc(method) or "").splitlines()[0])
+
+
+def _error_feedback() -> Row:
+    """Error feedback wraps a defense, so it is not in the registry."""
+    from gradveil.defenses import DEFENSES, ErrorFeedback
+
+    wrapper = ErrorFeedback(DEFENSES.create("none"))
+    parameters = {"decay": wrapper.decay, "clip": wrapper.clip}
+    return _row("error-feedback", f"{_summary(wrapper)} Written NAME+error-feedback", wrapper.paper, parameters)
 
 
 def _metric(metric: Any) -> Row:

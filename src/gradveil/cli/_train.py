@@ -60,7 +60,7 @@ def run(options: Mapping[str, Any]) -> None:
     if output is not None and resume and not (output / CONFIG).is_file():
         _refuse_ignored(settings, given, resume)
         raise OutputError(
-            f"train: expected a folder that holds a training, got {output}, which "
+            f"train: expected a folder that holds a training run, got {output}, which "
             f"{'holds none' if output.is_dir() else 'does not exist'}; leave --resume out to begin one, or "
             "correct --out"
         )
@@ -82,7 +82,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     began_with = {**vars(settings), **files}
     began_with[CONFIG_DIGEST] = json_digest(began_with)
     engine = ENGINES.create(settings.engine)
-    # Without checkpoints, a folder holds a training when there is a result.
+    # Without checkpoints, a folder holds a training run when there is a result.
     checkpoints = output / CHECKPOINTS if output is not None and engine.checkpoints else None
     if output is not None and checkpoints is not None:
         write_json(output / CONFIG, began_with)
@@ -104,7 +104,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
             say(f"stopped. Resume with: {resuming_command('train', checkpoints.parent, settings.model)}")
         else:
             why = "there was no --out" if output is None else f"{engine.title} keeps no checkpoints"
-            say(f"stopped; nothing was kept, for {why}")
+            say(f"stopped; nothing was kept, because {why}")
         raise typer.Exit(INTERRUPTED) from None
     except GradveilError:
         if output is not None and checkpoints is not None and not resume and not any(checkpoints.rglob(CHECKPOINT)):
@@ -193,35 +193,39 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
     """The settings; on resuming those that the folder was begun with, but more defenses may be compared."""
     path = folder / CONFIG
     if not resume and path.exists():
-        raise OutputError(f"train: {folder} already holds a training; continue with --resume or choose another --out")
+        raise OutputError(
+            f"train: {folder} already holds a training run; continue with --resume or choose another --out"
+        )
     if not resume and any((folder / CHECKPOINTS).rglob(CHECKPOINT)):
-        raise OutputError(f"train: {folder} holds checkpoints of a training without its {CONFIG}; choose another --out")
+        raise OutputError(
+            f"train: {folder} holds checkpoints of a training run without its {CONFIG}; choose another --out"
+        )
     if not resume:
         return settings
     saved, asked = read_config(path), vars(settings)
     unknown = {*asked, MODEL_FILE, PLUGIN_FILES, CONFIG_DIGEST} ^ saved.keys()
     if unknown:
         raise DataError(
-            f"{path}: expected the settings of a training, differs in {', '.join(sorted(unknown))}; "
+            f"{path}: expected the settings of a training run; missing or unknown: {', '.join(sorted(unknown))}; "
             "start a new one with another --out"
         )
     if saved.pop(CONFIG_DIGEST) != json_digest(saved):
         raise DataError(
-            f"{path}: expected the settings as the training began with, got others (their digest does not fit); bring "
-            "them back or start a new training with another --out"
+            f"{path}: expected the settings that the training began with, got others (their digest does not fit); "
+            "restore them or start a new training with another --out"
         )
     began_with = saved.pop(MODEL_FILE)
     refuse_other_plugins("train", folder, saved.pop(PLUGIN_FILES))
     for name in asked:
         if name in given - {"compare"} and asked[name] != saved[name]:
             change = f"{name} was {saved[name]}, is {asked[name]}"
-            raise OutputError(f"train: {folder} holds another training: {change}; choose another --out")
+            raise OutputError(f"train: {folder} holds another training run: {change}; choose another --out")
     if "model" not in given and is_model_file(saved["model"]):
         raise untrusted("train", folder, saved["model"])
     settings = _TrainSettings(**{**saved, "compare": [*(saved["compare"] or []), *(settings.compare or [])]})
     if model_file_digest(settings.model) != began_with:
         raise OutputError(
-            f"train: {folder} holds another training: the file of the model {settings.model} has changed since; "
+            f"train: {folder} holds another training run: the file of the model {settings.model} has changed since; "
             "choose another --out, or restore the file"
         )
     return settings
@@ -239,13 +243,13 @@ def _refuse_ignored(settings: _TrainSettings, given: set[str], resume: bool) -> 
     local = [f"--{name.replace('_', '-')}" for name in ("local_lr", "local_batch", "local_momentum") if name in given]
     if settings.local_epochs is None and local:
         raise ParameterError(
-            f"train: expected --local-epochs with {', '.join(local)}, for without it clients take no local steps; "
+            f"train: expected --local-epochs with {', '.join(local)}, because without it clients take no local steps; "
             "add it or leave them out"
         )
 
 
 def _described(spec: str, result: TrainingResult, results: dict[str, TrainingResult], test: datasets.Split) -> Figures:
-    """A training as JSON."""
+    """A training run as JSON."""
     figures: Figures = {
         field.name: getattr(result, field.name) for field in dataclasses.fields(result) if field.name != "task"
     }
@@ -309,7 +313,7 @@ def _write_curves(folder: Path, title: str, results: dict[str, TrainingResult], 
 
 @contextmanager
 def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], None]]:
-    """What a training is doing: a bar on a terminal, else a line now and then."""
+    """What a training run is doing: a bar on a terminal, else a line now and then."""
     started, first = time.perf_counter(), None
     accuracy = "not evaluated yet"
     with progress_bar(MofNCompleteColumn(), TextColumn("{task.fields[figures]}")) as bar:
@@ -317,7 +321,7 @@ def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], N
 
         def watch(record: RoundRecord) -> None:
             nonlocal accuracy, first
-            first = record.round if first is None else first  # not 0 where a training is resumed
+            first = record.round if first is None else first  # not 0 where a training run is resumed
             if record.accuracy is not None:
                 accuracy = f"accuracy {record.accuracy:.1%}"
             done = record.round + 1

@@ -26,8 +26,8 @@ def audit(
         str | None,
         _setting(
             "model",
-            "E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION, which runs the code in FILE.py with all your "
-            "rights. With --resume such a file has to be named again.",
+            "E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION, which runs FILE.py with your full "
+            "privileges. With --resume such a file must be named again.",
         ),
     ] = None,
     defense: Annotated[
@@ -40,7 +40,7 @@ def audit(
         _setting(
             "budget",
             "quick, standard or thorough: presets for attacks that are named without parameters.",
-            "the attacks' own defaults",
+            "the attacks as given or listed above",
         ),
     ] = None,
     victims: Annotated[int | None, _setting("victims", "Updates attacked under each defense.")] = None,
@@ -55,18 +55,19 @@ def audit(
         ),
     ] = None,
     aggregated: Annotated[
-        int | None, _setting("aggregated", "Clients behind each victim, whom secure aggregation hides in a sum.")
+        int | None,
+        _setting("aggregated", "Clients in each victim; under secure aggregation the attacker sees only their sum."),
     ] = None,
     match: Annotated[
         str | None,
         _setting(
             "match",
             "accuracy, power or bytes, with =TARGET or a default target: choose every defense's strength so that all "
-            "cost the same. Accuracy takes up to a dozen trainings per defense.",
+            "cost the same. Accuracy takes up to a dozen training runs per defense.",
             "the strengths as given",
         ),
     ] = None,
-    chunk: Annotated[int | None, _setting("chunk", "Victims attacked together.")] = None,
+    chunk: Annotated[int | None, _setting("chunk", "Victims per batch; lower it if memory runs out.")] = None,
     rounds: Annotated[int | None, _setting("rounds", "Training rounds behind accuracy, time and bytes.")] = None,
     clients: Annotated[int | None, _setting("clients", "Clients in that training.")] = None,
     client_batch: Annotated[
@@ -97,7 +98,12 @@ def audit(
     device: Annotated[str | None, _setting("device", "Where to compute: cpu, cuda, cuda:1, mps.")] = None,
     plugin: Plugins = None,
     output: Annotated[
-        Path | None, typer.Option("--out", help="Folder for the results.", show_default="a new one in audits/")
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder for the results.",
+            show_default="audits/DATASET-MODEL-DIGEST, one folder per configuration",
+        ),
     ] = None,
     resume: Annotated[
         bool,

@@ -8,7 +8,9 @@ import typer
 
 from gradveil.cli._console import Json, print_result, stderr, stdout
 
-app = typer.Typer(help="Data sets and metric weights: what is here, and how to get the rest.", no_args_is_help=True)
+app = typer.Typer(
+    help="Data sets and metric weights: what is available here, and how to get the rest.", no_args_is_help=True
+)
 
 
 @app.command("list")

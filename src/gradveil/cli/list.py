@@ -11,11 +11,11 @@ from gradveil.core.errors import ParameterError
 
 
 def list_methods(
-    kind: Annotated[str | None, typer.Argument(help=f"{', '.join(LISTS)}.", show_default="all")] = None,
+    kind: Annotated[str | None, typer.Argument(help="One of the lists.", show_default="all")] = None,
     plugin: Plugins = None,
     as_json: Json = False,
 ) -> None:
-    """Defenses, attacks, data sets, models, metrics: one line each with the source and the parameters."""
+    """Print the lists of defenses, attacks, datasets, models and metrics, or one of them: source and parameters."""
     if kind is not None and kind not in LISTS:
         raise ParameterError(f"list: expected one of {', '.join(LISTS)}, got {kind!r}")
     chosen = {name: rows for name, rows in read_lists(plugin or ()).items() if kind in (None, name)}

@@ -17,16 +17,18 @@ def train(
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
     compare: Annotated[
         list[str] | None,
-        typer.Option(help="Train under this defense too, with the same seeds; repeatable.", show_default="none"),
+        typer.Option(
+            help="Train under this defense and none too, with the same seeds; repeatable.", show_default="none"
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds.")] = 100,
+    rounds: Annotated[int, typer.Option(help="Number of rounds.")] = 100,
     clients: Annotated[int, typer.Option(help="Clients that share the training examples.")] = 10,
     clients_per_round: Annotated[int | None, typer.Option(help="Clients drawn each round.", show_default="all")] = None,
     batch_size: Annotated[int, typer.Option(help="Examples a client draws each round.")] = 32,
     lr: Annotated[float, typer.Option(help="The server's learning rate.")] = 0.05,
     momentum: Annotated[float, typer.Option(help="The server's momentum.")] = 0.9,
-    optimiser: Annotated[str, typer.Option(help="The server's: sgd or adam.")] = "sgd",
-    schedule: Annotated[str, typer.Option(help="Of the learning rate: constant, step or cosine.")] = "constant",
+    optimiser: Annotated[str, typer.Option(help="The server's optimiser: sgd or adam.")] = "sgd",
+    schedule: Annotated[str, typer.Option(help="Learning-rate schedule: constant, step or cosine.")] = "constant",
     partition: Annotated[str, typer.Option(help="iid, dirichlet:alpha=0.5 or classes:classes_per_client=2.")] = "iid",
     local_epochs: Annotated[
         int | None, typer.Option(help="FedAvg: local passes over the drawn examples.", show_default="none: FedSGD")
@@ -39,9 +41,9 @@ def train(
     evaluate_every: Annotated[
         int | None, typer.Option(help="Rounds between evaluations.", show_default="a tenth of all")
     ] = None,
-    execution: Annotated[str, typer.Option(help="Clients in a loop, batch, compile; auto: by size.")] = "auto",
+    execution: Annotated[str, typer.Option(help="How clients are computed: loop, batch, compile or auto.")] = "auto",
     engine: Annotated[
-        str, typer.Option(help="local: in this process; flower: on Flower's simulation (gradveil\\[flower]).")
+        str, typer.Option(help="local: in this process; flower: on Flower's simulation (needs gradveil\\[flower]).")
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
@@ -57,7 +59,7 @@ def train(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Train federatedly under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
+    """Run federated training under one or several defenses: accuracy, loss, time, bytes; a table and a plot."""
     options = dict(locals())
     from gradveil.cli import _train
 

@@ -1,4 +1,4 @@
-"""The errors gradveil raises. Each message says what was expected, what was got, and what to do."""
+"""The errors gradveil raises. Each message says what was expected, what was received, and what to do."""
 
 
 class GradveilError(Exception):

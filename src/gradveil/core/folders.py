@@ -1,4 +1,4 @@
-"""Folders that audits and trainings write into: one writer at a time, and no half-written files."""
+"""Folders that audits and training runs write into: one writer at a time, and no half-written files."""
 
 import json
 import os

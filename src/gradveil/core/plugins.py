@@ -8,6 +8,7 @@ names each of its methods in its ``pyproject.toml``, so that gradveil finds it w
 """
 
 import hashlib
+import os
 import sys
 import traceback
 import warnings
@@ -33,9 +34,10 @@ def load_file(path: str) -> None:
     Args:
         path: a Python file that registers methods when it is run.
     """
+    path = os.path.normpath(path)  # so that ./mine.py is mine.py
     file = Path(path)
     if not file.is_file():
-        raise PluginError(f"plugin {path}: expected a Python file, got no file of that name")
+        raise PluginError(f"plugin {path}: no such file")
     digest = hashlib.sha256(file.read_bytes()).hexdigest()[:DIGITS]
     try:
         if digest not in _files.values():

@@ -1,4 +1,4 @@
-"""Things by name: one registry each for defenses, attacks, models and datasets."""
+"""Things by name: one registry each for defenses, attacks, modalities, models, data sets and engines."""
 
 import dataclasses
 import difflib

@@ -48,7 +48,7 @@ IGNORED_LABEL = -100
 
 
 def choose_execution(task: Task, defense: Defense, training: Training) -> str:
-    """Loop, batch or compile, by size and not by timing: they round differently, and a training must be repeatable."""
+    """Loop, batch or compile, by size and not by timing: they round differently, and runs must be repeatable."""
     if not _can_batch(task, defense) or training.drawn_clients == 1 or task.has_batch_statistics:
         return "loop"
     values = _examples_per_step(training) * task.activations
@@ -91,7 +91,7 @@ class Shared:
 
 
 class Clients:
-    """All clients of a training; `share` computes their updates round by round.
+    """All clients of a training run; `share` computes their updates round by round.
 
     Args:
         task: the prepared task.

@@ -39,7 +39,7 @@ def check_finite(group: str, fresh: Mapping[str, Tensor], got: Mapping[str, Tens
 
 
 def check_squares(group: str, got: Mapping[str, Tensor]) -> None:
-    """Require what means of squares are: never negative, never NaN. They may overflow without stopping a training."""
+    """Require what means of squares are: never negative, never NaN. They may overflow without stopping the run."""
     for name, value in got.items():
         if not (value >= 0).all():
             raise ValueError(f"{group}: {name!r} holds values that no square can have")

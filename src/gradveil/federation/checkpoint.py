@@ -1,4 +1,4 @@
-"""Checkpoints: all that a training needs to continue as if it had never stopped.
+"""Checkpoints: all that a training run needs to continue as if it had never stopped.
 
 Randomness is derived from the seed, the round and the client, and `Defense.prepare` is run again with the same outcome,
 so neither has to be saved.
@@ -72,7 +72,7 @@ class State:
 
 
 class Checkpoints:
-    """The checkpoint of one training: a file that each save replaces, and the clients' memories next to it.
+    """The checkpoint of one training run: a file that each save replaces, and the clients' memories next to it.
 
     Args:
         folder: where the files are; it exists, and this training has locked it.
@@ -172,8 +172,8 @@ class Checkpoints:
         if differing:
             changes = "; ".join(f"{key} was {saved.get(key)}, is {self._identity.get(key)}" for key in differing)
             raise OutputError(
-                f"train: {self.folder} holds another training: {changes}; choose another folder, or restore what it "
-                "ran with"
+                f"train: {self.folder} holds another training run: {changes}; choose another folder, or restore what "
+                "it ran with"
             )
 
 
@@ -184,7 +184,7 @@ def _groups(state: State) -> list[Gradients]:
 
 @contextmanager
 def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
-    """Lock the folder of a training; refuse to begin if it holds a training, or to resume if it holds none."""
+    """Lock the folder of a training run; refuse to begin if it holds a training run, or to resume if it holds none."""
     if resume and not (folder / FILE).is_file():
         raise OutputError(
             f"train: expected a folder with a checkpoint to resume from, got {folder}, which "
@@ -193,7 +193,9 @@ def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
     prepare_folder(folder, "train")
     with locked(folder, "train", "training"):
         if not resume and (folder / FILE).exists():
-            raise OutputError(f"train: {folder} holds a training already; continue it with resume, or choose another")
+            raise OutputError(
+                f"train: {folder} holds a training run already; continue it with resume, or choose another"
+            )
         yield
 
 

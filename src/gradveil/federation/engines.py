@@ -1,4 +1,4 @@
-"""What runs a training: engines by name, and what each of them can do."""
+"""What runs a training run: engines by name, and what each of them can do."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,7 +19,7 @@ _OPTIONS = {"checkpoint": "checkpoints", "resume": "checkpoints", "execution": "
 
 
 class Engine(ABC):
-    """Something that runs the rounds of a training; a new one is a class registered with ``@ENGINES.register(name)``.
+    """Something that runs the rounds of training; a new one is a class registered with ``@ENGINES.register(name)``.
 
     It implements `run`, and declares what it can do by class attributes:
 

@@ -1,4 +1,4 @@
-"""A training that is ready to begin, and what all engines do in the same way: drawing examples and measuring."""
+"""A training run that is ready to begin, and what all engines do in the same way: drawing examples and measuring."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,13 +27,13 @@ LOSS_EXAMPLES = 256
 
 DIVERGED_FACTOR = 10.0
 DIVERGED_ROUNDS = 5
-"""A training is stopped when its loss was above `DIVERGED_FACTOR` times its first loss, or times that of a blind guess
-if that is larger, for `DIVERGED_ROUNDS` rounds in a row."""
+"""Training is stopped when the loss was above `DIVERGED_FACTOR` times its first value, or times that of a blind guess if
+that is larger, for `DIVERGED_ROUNDS` rounds in a row."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training whose data is dealt out and whose defense is prepared; `Job.prepare` makes one.
+    """A training run whose data is dealt out and whose defense is prepared; `Job.prepare` makes one.
 
     Args:
         task: model and loss at the initial weights, with any changes that the defense made.
@@ -139,7 +139,7 @@ class Job:
     def _privacy_spent(self, rounds_of: Mapping[int, int]) -> PrivacySpent | None:
         """The privacy spent by the client that spent most.
 
-        The server knows which clients were drawn, so drawing them adds no protection. The noise of a training comes
+        The server knows which clients were drawn, so drawing them adds no protection. The noise of a training run comes
         from seeds, so that it can be repeated; the figures hold for the mechanism that the training simulates.
         """
         held = {client: len(self.shares[client]) for client in rounds_of}

@@ -63,8 +63,8 @@ def train(
             `gradveil.federation._clients`.
         transport: what happens to messages on their way to the server, for tests and experiments with faults. Only with
             it are updates encoded, sent and checked as a server must check those of strangers.
-        checkpoint: folder for checkpoints; None: none are saved. Only one training at a time may write into it.
-        resume: continue from the checkpoint in that folder; refused if it has none, or one of another training.
+        checkpoint: folder for checkpoints; None: none are saved. Only one training run at a time may write into it.
+        resume: continue from the checkpoint in that folder; refused if it has none, or one of another training run.
         ram_bytes: how much of the clients' memories stays in RAM; the rest goes to disk.
     """
     if checkpoint is None and resume:
@@ -86,7 +86,7 @@ def train(
             if resume:
                 checkpoints.load_into(state)
             else:
-                state.memories.restore({})  # remove files of a training that stopped before its first checkpoint
+                state.memories.restore({})  # remove files of a training run that stopped before its first checkpoint
         federation = _Federation(job, clients, transport)
         while state.number < training.rounds and state.diverged is None:
             record = federation.round(state)

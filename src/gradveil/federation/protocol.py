@@ -92,7 +92,7 @@ class Replies(Generic[T]):
 
 @dataclass(kw_only=True)
 class OpenRound(Replies[T]):
-    """One round of a training: `elect` who announces, `receive` what `read` accepts, `close`, `aggregate`.
+    """One round of a training run: `elect` who announces, `receive` what `read` accepts, `close`, `aggregate`.
 
     Args:
         number: the number of the round.

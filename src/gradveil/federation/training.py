@@ -154,7 +154,7 @@ def history_of(records: Iterable[RoundRecord]) -> list[tuple[int, float]]:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """The result of a training.
+    """The result of a training run.
 
     Args:
         task: the task at the trained weights.

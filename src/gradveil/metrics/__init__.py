@@ -13,7 +13,7 @@ from gradveil.metrics.matching import match
 from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.power import relative_power
-from gradveil.metrics.record import METRICS, Metric
+from gradveil.metrics.record import METRICS, Metric, metric
 from gradveil.metrics.scorer import Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
@@ -35,6 +35,7 @@ __all__ = [
     "label_accuracy",
     "lpips",
     "match",
+    "metric",
     "mse",
     "noise_ratio",
     "of",

@@ -147,7 +147,7 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
 
     Args:
         name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of your own: the file is run as Python code with
-            all rights of the caller, and the function, which must return the module, is called with `input_shape`,
+            the caller's privileges, and the function, which must return the module, is called with `input_shape`,
             `classes` and the parameters. Never name a file that you would not run.
         input_shape: channels, height and width of one image.
         classes: the number of logits.

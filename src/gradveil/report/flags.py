@@ -28,7 +28,7 @@ RESTARTS_APART = 0.01
 MIN_SHARE = 0.25  # share of the victims that must show a problem to raise a flag
 ROUNDING = 1e-9  # changes below this share of the gradient's power are rounding errors
 CLOSE = 0.5  # share of the blind guess's distance below which a reconstruction is better than guessing
-STILL_LEARNING = 0.02  # accuracy gained from one fifth of a training to the next
+STILL_LEARNING = 0.02  # accuracy gained from one fifth of a training run to the next
 MAX_NAMED = 4  # a sentence gives only the number of defenses if there are more
 
 
