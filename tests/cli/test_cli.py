@@ -295,7 +295,7 @@ def test_train_compares_defenses_under_the_same_seeds(gradveil_command, tmp_path
     trainings = json.loads(out)["trainings"]
     assert [row["defense"] for row in trainings] == ["none", "top-k:keep=0.1", "gaussian-noise:std=0.01"]
     assert len({row["rounds"][0]["loss"] for row in trainings}) == 1  # the same images at the same weights
-    none = training runs[0]["accuracy"]
+    none = trainings[0]["accuracy"]
     assert [row["pmm"] for row in trainings] in (
         [None] * 3,
         pytest.approx([row["accuracy"] / none for row in trainings]),

@@ -59,10 +59,10 @@ class RiskSlicing(Defense):
 
     References:
         Wang et al., Protect Privacy from Gradient Leakage Attack in Federated Learning, INFOCOM 2022.
-        **Corrections**: the variance is that of the noise in the mean (the paper's is that of a sum, m^2
-        times larger with equal weights). **Our choices**: risk is estimated with random input directions (`Task.sensitivity`); a block is never smaller than a 4096th of the model; a block
-        never spans two layers, so a layer's last block may be smaller; blocks are packed greedily, the riskiest first,
-        always into the slice with the least risk.
+        **Corrections**: the variance is that of the noise in the mean (the paper's is that of a sum, m^2 times larger
+        with equal weights). **Our choices**: risk is estimated with random input directions (`Task.sensitivity`); a
+        block is never smaller than a 4096th of the model; a block never spans two layers, so a layer's last block may
+        be smaller; blocks are packed greedily, the riskiest first, always into the slice with the least risk.
 
     Example:
         >>> from gradveil import models

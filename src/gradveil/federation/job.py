@@ -27,8 +27,8 @@ LOSS_EXAMPLES = 256
 
 DIVERGED_FACTOR = 10.0
 DIVERGED_ROUNDS = 5
-"""Training is stopped when the loss was above `DIVERGED_FACTOR` times its first value, or times that of a blind guess if
-that is larger, for `DIVERGED_ROUNDS` rounds in a row."""
+"""Training is stopped when the loss was above `DIVERGED_FACTOR` times its first value, or times that of a blind guess
+if that is larger, for `DIVERGED_ROUNDS` rounds in a row."""
 
 
 @dataclass(frozen=True)
