@@ -106,9 +106,7 @@ def test_a_config_with_wrong_defenses_is_an_error_in_words(gradveil_command, tmp
 
 
 def test_help_says_that_a_model_file_is_code(gradveil_command):
-    assert "which runs the code in FILE.py" in gradveil_command("audit", "--help")[1].replace("│", " ").replace(
-        "  ", " "
-    )
+    assert "which runs FILE.py" in gradveil_command("audit", "--help")[1].replace("│", " ").replace("  ", " ")
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
@@ -234,7 +232,7 @@ def test_list_has_a_line_for_everything(gradveil_command):
     assert code == 0
     listed = json.loads(out)
     names = {kind: [row["name"] for row in rows] for kind, rows in listed.items()}
-    assert names["defenses"] == gradveil.list_defenses()
+    assert names["defenses"] == [*gradveil.list_defenses(), "error-feedback"]
     assert names["attacks"] == gradveil.list_attacks()
     assert names["models"] == models.names()
     assert set(data.names()) <= set(names["datasets"])
@@ -365,7 +363,7 @@ def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert "stopped; nothing was kept, for Flower's simulation keeps no checkpoints" in err
+    assert "stopped; nothing was kept, because Flower's simulation keeps no checkpoints" in err
     assert not (tmp_path / "out" / "config.json").exists()
 
 
@@ -400,7 +398,7 @@ def test_train_resumes_only_where_there_is_a_training(gradveil_command, tmp_path
     began_with = config.read_text()
     for changed in (began_with.replace('"rounds": 2', '"rounds": 3'), began_with.replace('"mlp"', "7")):
         config.write_text(changed)
-        assert "expected the settings as the training began with, got others" in refused("--out", folder)
+        assert "expected the settings that the training began with, got others" in refused("--out", folder)
     config.write_text(100_000 * "[")
     assert "expected JSON" in refused("--out", folder)
     config.unlink()

@@ -48,7 +48,7 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch)
 
 
 def test_a_folder_has_one_writer(tmp_path):
-    with locked(tmp_path, "train", "training"):
+    with locked(tmp_path, "train", "training run"):
         with (
             pytest.raises(OutputError, match="^audit: another audit is writing into"),
             locked(tmp_path, "audit", "audit"),
@@ -56,15 +56,15 @@ def test_a_folder_has_one_writer(tmp_path):
             pass
         with (
             pytest.raises(OutputError, match="^train: another training run is writing into"),
-            locked(tmp_path, "train", "training"),
+            locked(tmp_path, "train", "training run"),
         ):
             pass
-    with pytest.raises(KeyError), locked(tmp_path, "train", "training"):
+    with pytest.raises(KeyError), locked(tmp_path, "train", "training run"):
         raise KeyError
     with FileLock(tmp_path / LOCK, blocking=False):  # the lock is released, even after an error
         pass
     with (
         pytest.raises(OutputError, match="expected a folder that can be locked"),
-        locked(tmp_path / LOCK, "train", "training"),
+        locked(tmp_path / LOCK, "train", "training run"),
     ):
         pass

@@ -66,7 +66,7 @@ def run(options: Mapping[str, Any]) -> None:
         )
     if output is not None:
         prepare_folder(output, "train")
-    with nullcontext() if output is None else locked(output, "train", "training"):
+    with nullcontext() if output is None else locked(output, "train", "training run"):
         _train(settings, given, output, resume, options["as_json"])
 
 
@@ -212,7 +212,7 @@ def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: b
     if saved.pop(CONFIG_DIGEST) != json_digest(saved):
         raise DataError(
             f"{path}: expected the settings that the training began with, got others (their digest does not fit); "
-            "restore them or start a new training with another --out"
+            "restore them or start a new training run with another --out"
         )
     began_with = saved.pop(MODEL_FILE)
     refuse_other_plugins("train", folder, saved.pop(PLUGIN_FILES))

@@ -12,7 +12,7 @@ def train(
     context: typer.Context,
     dataset: Annotated[str, typer.Option(help="Name or path of the data.")] = "mnist",
     model: Annotated[
-        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs the code in FILE.py.")
+        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs FILE.py.")
     ] = "mnist-cnn",
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
     compare: Annotated[

@@ -191,7 +191,7 @@ def training_folder(folder: Path, *, resume: bool) -> Iterator[None]:
             f"{'holds none' if folder.is_dir() else 'does not exist'}; begin without resume, or name another folder"
         )
     prepare_folder(folder, "train")
-    with locked(folder, "train", "training"):
+    with locked(folder, "train", "training run"):
         if not resume and (folder / FILE).exists():
             raise OutputError(
                 f"train: {folder} holds a training run already; continue it with resume, or choose another"
