@@ -17,6 +17,12 @@ settings.register_profile("gradveil", deadline=None, max_examples=50)
 settings.load_profile("gradveil")
 
 
+@pytest.fixture(autouse=True)
+def seeded_torch() -> None:
+    """Weights that a test draws without a seed are the same in every run."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
