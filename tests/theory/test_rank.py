@@ -97,6 +97,7 @@ def test_what_stops_the_recursion_is_named():
     assert any("not just the output of the layer before" in reason for reason in obstacles("resnet10").values())
     assert "no equations are known for GELU" in obstacles("lenet", activation="gelu")["GELU"]
     few = nn.Sequential(nn.Conv2d(1, 2, 3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(18, 3))
+    nn.init.ones_(few[0].bias)  # no unit is dead
     reason = recursion_ranks(gradveil.Task(few, input_shape=(1, 8, 8), classes=3))[0].reason
     assert "of 64 input values stay undetermined" in reason
     assert "the weight gradient determines 1 x 18 of 1 x 64" in reason
