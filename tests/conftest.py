@@ -42,6 +42,14 @@ def tiny_batch(generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
+def picture() -> torch.Tensor:
+    """A disc on a slope, in three colours."""
+    down, across = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
+    disc = ((down**2 + across**2) < 0.4).float()
+    return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
+
+
+@pytest.fixture
 def two_blobs() -> Dataset:
     """A learnable data set of 12 x 12 images: bright above, or bright below."""
     generator = torch.Generator().manual_seed(1)

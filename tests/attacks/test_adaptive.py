@@ -25,13 +25,6 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def picture() -> torch.Tensor:
-    """A disc on a slope, in three colours."""
-    down, across = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
-    disc = ((down**2 + across**2) < 0.4).float()
-    return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
-
-
 @pytest.fixture
 def task() -> gradveil.Task:
     """Smooth, in double precision, with more parameters than pixels."""
@@ -368,8 +361,8 @@ class TestPrecode:
 
 class TestATS:
     @pytest.mark.parametrize("text", transforms.names())
-    def test_undoing_leads_nearer_to_the_original(self, text):
-        image = picture().clamp(0.25, 0.5)
+    def test_undoing_leads_nearer_to_the_original(self, text, picture):
+        image = picture.clamp(0.25, 0.5)
         changed = transforms.apply_policy(text, image)
         undone = transforms.undo_policy(text, changed)
         inside = (slice(None), slice(None), slice(14, 18), slice(14, 18))  # pixels moved out of the image are lost
@@ -385,9 +378,9 @@ class TestATS:
             assert after <= before + 1 / 255
             assert after < 0.02
 
-    def test_the_policy_that_explains_the_image_is_undone(self):
+    def test_the_policy_that_explains_the_image_is_undone(self, picture):
         defense = gradveil.defense("ats", policy="rotate@30>invert|translate-x@0.4")
-        image = picture()
+        image = picture
         for policy in defense.policies:
             found = defense.adapt(None)["invert"].after(transforms.apply_policy(policy, image))
             torch.testing.assert_close(found, transforms.undo_policy(policy, transforms.apply_policy(policy, image)))
@@ -532,16 +525,16 @@ class TestExpectation:
 
 
 class TestUndoBlend:
-    def test_it_recovers_a_blended_picture(self):
-        image = picture()
+    def test_it_recovers_a_blended_picture(self, picture):
+        image = picture
         blended = torch.lerp(image, torch.rand(image.shape, generator=seeded()), 0.5)
         found = gradveil.defense("refiner", blend=0.5).undo_blend(blended)
         before, after = (10 * math.log10(1 / (x - image).square().mean()) for x in (blended, found))
         assert before < 15
         assert after > before + 6
 
-    def test_a_clean_picture_stays_nearly_as_it_is(self):
-        image = picture()[:, 1:2]  # the slope, which the noise estimate does not see
+    def test_a_clean_picture_stays_nearly_as_it_is(self, picture):
+        image = picture[:, 1:2]  # the slope, which the noise estimate does not see
         found = gradveil.defense("refiner").undo_blend(image)
         assert (found - image).abs().max() < 0.01
 

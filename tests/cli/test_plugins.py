@@ -9,6 +9,7 @@ import pytest
 
 from gradveil.attacks import ATTACKS
 from gradveil.core import plugins
+from gradveil.data.loader import SOURCES
 from gradveil.defenses import DEFENSES
 from gradveil.metrics import METRICS
 from gradveil.modality import MODALITIES
@@ -200,3 +201,15 @@ def test_a_broken_package_does_not_hide_the_others_from_a_list(gradveil_command,
     assert status == 0
     assert {"halving", "top-k"} <= {row["name"] for row in json.loads(out)["defenses"]}
     assert err.count("note: plugin broken of the package broken_plugin 1.2") == 1
+
+
+def test_what_says_nothing_of_itself_is_listed_too(gradveil_command, file, monkeypatch):
+    """Neither a paper nor a docstring is needed to be listed, and a data set is listed like a method."""
+    monkeypatch.setattr(SOURCES, "_factories", dict(SOURCES._factories))
+    code = PLUGIN.replace('    paper, adds_noise = "-", False', "    adds_noise = False")
+    file.write_text(code + '\n\nfrom gradveil.data.loader import SOURCES\n\nSOURCES.register("mine")(lambda: None)\n')
+    status, out, err = gradveil_command("list", "--json", "--plugin", file)
+    assert status == 0, err
+    listed = json.loads(out)
+    assert next(row for row in listed["defenses"] if row["name"] == "halving")["source"] == "-"
+    assert next(row for row in listed["datasets"] if row["name"] == "mine")["summary"] == ""

@@ -12,16 +12,9 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def picture() -> torch.Tensor:
-    """A disc on a slope, in three colours."""
-    down, across = torch.meshgrid(torch.linspace(-1, 1, 32), torch.linspace(-1, 1, 32), indexing="ij")
-    disc = ((down**2 + across**2) < 0.4).float()
-    return torch.stack([0.2 + 0.6 * disc, 0.5 + 0.2 * down, 0.7 - 0.4 * disc])[None]
-
-
-def test_it_finds_the_same_total_variation_minimum_as_scikit_image():
+def test_it_finds_the_same_total_variation_minimum_as_scikit_image(picture):
     # A grey image, because scikit-image smooths the channels of a colour image separately.
-    noisy = (picture()[:, :1] + 0.2 * torch.randn(1, 1, 32, 32, generator=seeded())).double()
+    noisy = (picture[:, :1] + 0.2 * torch.randn(1, 1, 32, 32, generator=seeded())).double()
     expected = denoise_tv_chambolle(noisy[0, 0].numpy(), weight=0.1, eps=1e-9, max_num_iter=3000)
     moved = np.sqrt(np.mean((expected - noisy[0, 0].numpy()) ** 2))
     found = denoising.denoise(noisy, torch.tensor([moved]))[0, 0].numpy()
@@ -29,8 +22,8 @@ def test_it_finds_the_same_total_variation_minimum_as_scikit_image():
 
 
 @pytest.mark.parametrize("deviation", [0.02, 0.1, 0.3])
-def test_it_moves_by_the_given_deviation(deviation):
-    noisy = picture().repeat(2, 1, 1, 1) + 0.3 * torch.randn(2, 3, 32, 32, generator=seeded())
+def test_it_moves_by_the_given_deviation(deviation, picture):
+    noisy = picture.repeat(2, 1, 1, 1) + 0.3 * torch.randn(2, 3, 32, 32, generator=seeded())
     moved = (denoising.denoise(noisy, torch.full((2,), deviation)) - noisy).square().mean(dim=(1, 2, 3)).sqrt()
     torch.testing.assert_close(moved, torch.full((2,), deviation), rtol=1e-2, atol=0)
 
@@ -51,8 +44,8 @@ def test_images_are_denoised_independently():
 
 
 @pytest.mark.parametrize("deviation", [0.05, 0.2])
-def test_the_noise_level_is_estimated(deviation):
-    noisy = picture().repeat(4, 1, 1, 1) + deviation * torch.randn(4, 3, 32, 32, generator=seeded())
+def test_the_noise_level_is_estimated(deviation, picture):
+    noisy = picture.repeat(4, 1, 1, 1) + deviation * torch.randn(4, 3, 32, 32, generator=seeded())
     estimate = denoising.noise_deviation(noisy)
     assert estimate.shape == (4,)
     assert estimate.mean().item() == pytest.approx(deviation, rel=0.25)

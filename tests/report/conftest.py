@@ -14,7 +14,8 @@ from gradveil import metrics
 from gradveil.audit import AuditConfig
 from gradveil.audit.rows import VERSION
 from gradveil.audit.schema import sealed
-from gradveil.audit.store import bytes_digest, command_line
+from gradveil.audit.store import command_line
+from gradveil.core.digests import bytes_digest
 from gradveil.core.folders import write_json
 from gradveil.core.registry import format_spec
 from gradveil.modality import IMAGE

@@ -15,7 +15,8 @@ from gradveil.audit import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config
 from gradveil.audit.rows import VERSION, MethodId, ResultRow, UtilityRow
 from gradveil.audit.schema import sealed
-from gradveil.audit.store import bytes_digest, command_line
+from gradveil.audit.store import command_line
+from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import DataError
 from gradveil.core.folders import write_json
 from gradveil.metrics import METRICS, Metric

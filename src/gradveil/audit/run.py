@@ -23,8 +23,9 @@ from gradveil.audit.folder import SealedLines, check_config, read_audit, read_ro
 from gradveil.audit.match import Costs, Price, match
 from gradveil.audit.rows import VERSION, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, bytes_digest, command_line, slug
+from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, command_line, slug
 from gradveil.core import plugins
+from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import OutputError, ThreatModelError
 from gradveil.core.folders import locked, prepare_folder, write_json
 from gradveil.core.registry import Method, parse_spec

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from gradveil.core.digests import DIGITS
 from gradveil.core.errors import DataError
-from gradveil.federation.digests import DIGITS, json_digest
+from gradveil.federation.digests import json_digest
 
 Json = dict[str, Any]
 

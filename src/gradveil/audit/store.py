@@ -13,7 +13,6 @@ from gradveil.audit.rows import SETTINGS
 from gradveil.audit.schema import REMEDY, Json, parse
 from gradveil.core.errors import DataError
 from gradveil.core.folders import writing
-from gradveil.federation.digests import DIGITS
 
 CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
 BLIND_GUESS = "blind-guess"
@@ -76,11 +75,6 @@ def command_line(settings: Mapping[str, Any]) -> str:
                 ",".join(map(str, value)) if isinstance(value, list) else str(value),
             ]
     return shlex.join([*words, *_plugin_options(settings.get("plugin_files", ()))])
-
-
-def bytes_digest(content: bytes) -> str:
-    """Digest by which the report notices that a picture is no longer the one that was written."""
-    return hashlib.sha256(content).hexdigest()[:DIGITS]
 
 
 def read_file(path: Path, most: int) -> bytes:

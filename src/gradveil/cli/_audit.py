@@ -18,7 +18,7 @@ from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
 from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, print_result, progress_bar, say, stdout
-from gradveil.cli._shared import refuse_other_plugins, resuming_command, untrusted
+from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
 from gradveil.core.errors import ParameterError
 from gradveil.core.registry import parse_spec
@@ -26,8 +26,7 @@ from gradveil.core.registry import parse_spec
 
 def run(options: Mapping[str, Any]) -> None:
     """Run the command; most options have the name of a setting of `AuditConfig`."""
-    for path in options["plugin"] or ():
-        plugins.load_file(path)
+    plugins.load_files(options["plugin"] or ())
     output: Path | None = options["output"]
     resume: bool = options["resume"]
     asked = {name: options[name] for name in SETTINGS if name in options}
@@ -60,7 +59,7 @@ def run(options: Mapping[str, Any]) -> None:
 
             run_audit(config, folder, resume=resume, progress=show)
     except KeyboardInterrupt:
-        say(f"stopped; finished rows are kept. Resume with: {resuming_command('audit', folder, config.model)}")
+        say(f"stopped; finished rows are kept. Resume with: {how_to_resume('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
     finished = report.read(folder)
     page = report.write(finished)

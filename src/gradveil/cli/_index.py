@@ -8,6 +8,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ _FOLDERS = ("defenses", "attacks", "models", "metrics")
 Row = dict[str, Any]
 
 
+@cache
 def read_index() -> dict[str, Any]:
     """The file: a list for each of `LISTS`, the settings of an audit with their defaults, and the files of methods."""
     index: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
@@ -29,8 +31,7 @@ def read_index() -> dict[str, Any]:
 
 def read_lists(files: Iterable[str] = ()) -> dict[str, list[Row]]:
     """The rows of every list; those of plugins, from `files` or installed packages, are among them."""
-    for path in files:
-        plugins.load_file(path)
+    plugins.load_files(files)
     index = read_index()
     has_plugins = plugins.loaded_files() or any(map(plugins.installed, plugins.GROUPS))
     current = build() if has_plugins or index["files"] != _method_files() else index
@@ -44,17 +45,21 @@ def _method_files() -> list[str]:
 
 def build() -> dict[str, Any]:
     """What the file should hold, from the registries."""
-    from gradveil import data, models
+    from gradveil import models
     from gradveil.attacks import ATTACKS
     from gradveil.audit import AuditConfig
+    from gradveil.data.catalog import DATASETS
+    from gradveil.data.loader import SOURCES
     from gradveil.defenses import DEFENSES
     from gradveil.metrics import METRICS
 
-    known = [status for status in data.status() if status.name in data.names()]
     return {
         "defenses": [*(_method(DEFENSES.create(name)) for name in DEFENSES.names()), _error_feedback()],
         "attacks": [_method(ATTACKS.create(name)) for name in ATTACKS.names()],
-        "datasets": [_row(status.name, status.summary, status.licence, {}) for status in known],
+        "datasets": [
+            *(_row(entry.name, entry.summary, entry.licence, {}) for entry in DATASETS),
+            *(_row(name, _summary(SOURCES.get(name)), "-", {}) for name in SOURCES.names()),
+        ],
         "models": [_row(name, *models.describe(name)) for name in models.names()],
         "metrics": [_metric(METRICS.get(name)) for name in METRICS.names()],
         "audit": AuditConfig().to_json(),
@@ -65,13 +70,13 @@ def build() -> dict[str, Any]:
 def _method(method: Any) -> Row:
     from gradveil.core.parameters import meanings
 
-    row = _row(method.name, _summary(method), method.paper, method.parameters)
+    row = _row(method.name, _summary(method), getattr(method, "paper", "-"), method.parameters)
     return row | {"meanings": meanings(type(method))}
 
 
 def _summary(method: Any) -> str:
     """The first line of a docstring, without the marks of Markdown."""
-    return re.sub(r"[*`]", "", (inspect.getdoc(method) or "").splitlines()[0])
+    return re.sub(r"[*`]", "", (inspect.getdoc(method) or "").partition("\n")[0])
 
 
 def _error_feedback() -> Row:

@@ -9,7 +9,7 @@ from gradveil.core import plugins
 from gradveil.core.errors import OutputError
 
 
-def resuming_command(command: str, folder: Path, model: str) -> str:
+def how_to_resume(command: str, folder: Path, model: str) -> str:
     """The command that resumes what was stopped."""
     return resume_command(folder, model if is_model_file(model) else None, command, list(plugins.loaded_files()))
 
@@ -18,7 +18,7 @@ def untrusted(command: str, folder: Path, model: str) -> OutputError:
     """The error for a folder whose model is a file, which is run only if the user names it."""
     return OutputError(
         f"{command}: {folder} was begun with the model {model}, a file whose code would run, but --resume runs no code "
-        f"that was not named; if you trust that file: {resuming_command(command, folder, model)}"
+        f"that was not named; if you trust that file: {how_to_resume(command, folder, model)}"
     )
 
 

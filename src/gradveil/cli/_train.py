@@ -22,7 +22,7 @@ from gradveil.audit.folder import is_model_file
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, slug
 from gradveil.cli._console import INTERRUPTED, print_result, progress_bar, say, stderr, stdout
-from gradveil.cli._shared import refuse_other_plugins, resuming_command, untrusted
+from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
 from gradveil.core import plugins
 from gradveil.core.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.core.folders import locked, prepare_folder, write_json
@@ -50,8 +50,7 @@ Figures = dict[str, Any]
 
 def run(options: Mapping[str, Any]) -> None:
     """Run the command; most options have the name of a setting of `_TrainSettings`."""
-    for path in options["plugin"] or ():
-        plugins.load_file(path)
+    plugins.load_files(options["plugin"] or ())
     context, output, resume = options["context"], options["output"], options["resume"]
     settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
     given = {name for name in vars(settings) if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
@@ -101,7 +100,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
                 results[str(chosen)] = engine.train(task, loaded, chosen, training, watch=watch, **options)
     except KeyboardInterrupt:
         if checkpoints is not None:
-            say(f"stopped. Resume with: {resuming_command('train', checkpoints.parent, settings.model)}")
+            say(f"stopped. Resume with: {how_to_resume('train', checkpoints.parent, settings.model)}")
         else:
             why = "there was no --out" if output is None else f"{engine.title} keeps no checkpoints"
             say(f"stopped; nothing was kept, because {why}")

@@ -7,41 +7,46 @@ names each of its methods in its ``pyproject.toml``, so that gradveil finds it w
     mine = "my_package.my_module"
 """
 
-import hashlib
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 
+from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import PluginError
 
 GROUPS = ("gradveil.defenses", "gradveil.attacks", "gradveil.metrics", "gradveil.modalities")
-DIGITS = 16
 
 _files: dict[str, str] = {}  # digests by path
 _packages: dict[str, str] = {}  # versions by name
 _tried: dict[EntryPoint, PluginError | None] = {}
 
 
-def load_file(path: str) -> None:
-    """Run a plugin's file, with all that it may do; one whose content has been run already is not run again.
+def load_files(paths: Iterable[str]) -> None:
+    """Run the files of plugins, with all that they may do; content that has been run already is not run again.
 
     Args:
-        path: a Python file that registers methods when it is run.
+        paths: Python files that register methods when they are run.
     """
+    for path in paths:
+        _load_file(path)
+
+
+def _load_file(path: str) -> None:
     path = os.path.normpath(path)  # so that ./mine.py is mine.py
     file = Path(path)
     if not file.is_file():
         raise PluginError(f"plugin {path}: no such file")
-    digest = hashlib.sha256(file.read_bytes()).hexdigest()[:DIGITS]
+    content = file.read_bytes()
+    digest = bytes_digest(content)
     try:
         if digest not in _files.values():
-            run_file(file, f"gradveil_plugin_{digest}")
+            run_code(content, file, f"gradveil_plugin_{digest}")
     except (Exception, SystemExit) as error:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
         where = f"{path}, line {lines[-1]}" if lines else path
@@ -49,14 +54,14 @@ def load_file(path: str) -> None:
     _files[path] = digest
 
 
-def run_file(path: Path, name: str) -> ModuleType:
-    """Run a Python file as a module called `name`."""
+def run_code(content: bytes, path: Path, name: str) -> ModuleType:
+    """Run the content of a Python file as a module called `name`."""
     module = ModuleType(name)
     module.__file__ = str(path.resolve())
     sys.modules[name] = module  # where dataclasses look up annotations
     try:
         # Not by a loader, which would run a compiled copy that lies in __pycache__: digests are of the file itself.
-        exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
+        exec(compile(content, path, "exec"), module.__dict__)
     finally:
         del sys.modules[name]  # Ray then sends its classes whole to processes that could not import it
     return module

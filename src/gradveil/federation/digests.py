@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradveil.core.digests import DIGITS, bytes_digest
 from gradveil.core.registry import parse_spec
 from gradveil.data import Dataset
 from gradveil.task import Task
-
-DIGITS = 16
 
 
 def weights_digest(task: Task) -> str:
@@ -50,7 +49,7 @@ def model_file_digest(model: str) -> str | None:
     """
     file, at, _ = parse_spec(model)[0].rpartition("@")
     path = Path(file)
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:DIGITS] if at and path.is_file() else None
+    return bytes_digest(path.read_bytes()) if at and path.is_file() else None
 
 
 def json_digest(value: Any) -> str:
@@ -59,7 +58,7 @@ def json_digest(value: Any) -> str:
     >>> json_digest({"a": 1, "b": [2]}) == json_digest({"b": [2], "a": 1}) != json_digest({"a": 1, "b": [3]})
     True
     """
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:DIGITS]
+    return bytes_digest(json.dumps(value, sort_keys=True).encode())
 
 
 def _bytes(tensor: Tensor) -> memoryview:

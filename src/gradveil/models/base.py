@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gradveil.core import checks
 from gradveil.core.errors import InputError, ParameterError
-from gradveil.core.plugins import run_file
+from gradveil.core.plugins import run_code
 from gradveil.core.registry import Registry
 
 REGISTRY = Registry[nn.Module]("model")
@@ -196,7 +196,7 @@ def _create_from_file(reference: str, **arguments: object) -> nn.Module:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
     if Path(path).suffix != ".py":
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
-    module = run_file(Path(path), "gradveil_user_model")
+    module = run_code(Path(path).read_bytes(), Path(path), "gradveil_user_model")
     factory = getattr(module, function, None)
     if not callable(factory):
         raise InputError(f"{reference}: {path} has no function {function!r}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from PIL import Image
 
 from gradveil.audit.rows import ResultRow
-from gradveil.audit.store import bytes_digest
+from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import DataError
 from gradveil.report.read import Audit
 
