@@ -10,10 +10,12 @@ from torch.nn.functional import interpolate
 
 import gradveil
 from gradveil.audit.cases import Victims
+from gradveil.core.randomness import derived_generator, source_of
 from gradveil.defenses import DEFENSES
 from gradveil.defenses.refiner import Refiner, layer_numbers
 from gradveil.modality import IMAGE
-from kinds import Row, Session, attack_row, build, dataset_of, figures, run_attack
+from gradveil.models.evaluation import evaluation_network
+from kinds import Row, Session, attack_row, build, dataset_of, figures, run_attack, victims_of
 
 
 @DEFENSES.register("refiner-without-element-weights")
@@ -40,6 +42,34 @@ def attack(case: Row, session: Session) -> Row:
     return row
 
 
+def search(case: Row, session: Session) -> Row:
+    """How far the search gets from the blended start: the distance to the client's gradient, D, and the error of x*."""
+    task, victims, defense = build(case), victims_of(case), gradveil.defense(case["defense"])
+    names = ("gradient_norm", "blend_distance", "blend_noise_ratio", "distance", "noise_ratio", "mse")
+    measured: Row = {name: [] for name in names}
+    for victim in range(len(victims)):
+        inputs, labels = victims.batches(victim)[0]
+        own, memory = task.gradients(inputs, labels), {}
+
+        def distance(shared: Mapping[str, Tensor], own: Mapping[str, Tensor] = own) -> float:
+            return float(torch.cat([(shared[name] - value).flatten() for name, value in own.items()]).norm())
+
+        shared = defense.share(task, inputs, labels, generator=derived_generator(case["seed"], victim), memory=memory)
+        noise = source_of(derived_generator(case["seed"], victim)).uniform(inputs)  # what the defense drew
+        start, robust = torch.lerp(inputs, noise, defense.blend), memory["trained_on"]
+        values = (
+            float(torch.cat([value.flatten() for value in own.values()]).norm()),
+            distance(task.gradients(start, labels)),
+            float(evaluation_network()(start).mean()),
+            distance(shared),
+            float(evaluation_network()(robust).mean()),
+            float((robust - inputs).square().mean()),
+        )
+        for name, value in zip(names, values, strict=True):
+            measured[name].append(value)
+    return measured
+
+
 def blended_start(case: Row, session: Session) -> Row:
     """Draw what the search finds when it starts from the images, and from halfway between the images and noise."""
     images, labels = dataset_of(case).test.batch(range(case["images"]))
@@ -63,4 +93,4 @@ def derive(row: Mapping[str, Any]) -> Row:
     return {"private": "yes" if private else "no"}
 
 
-KINDS = {"attack": attack, "blended start": blended_start}
+KINDS = {"attack": attack, "blended start": blended_start, "search": search}

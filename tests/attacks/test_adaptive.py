@@ -501,7 +501,7 @@ class TestExpectation:
         class Doubling(gradveil.StepDefense):
             name = "doubling"
 
-            def step(self, client):
+            def step_gradients(self, client):
                 gradients = client.task.gradients(client.inputs, client.targets)
                 return {name: 2 * value for name, value in gradients.items()}
 

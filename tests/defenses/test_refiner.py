@@ -154,7 +154,7 @@ class TestSearch:
         robust = Refiner().refine(tiny_task, own, labels, inputs, 7)
         moved = (robust - inputs).flatten(1).square().mean(1).sqrt()
         assert (moved > 0).all()
-        assert (moved <= 7 * refiner.STEP + 1e-12).all()
+        assert (moved <= 7 * Refiner().step + 1e-12).all()
 
     def test_parameters_of_one_module_share_a_layer_number(self):
         task = gradveil.Task(
@@ -202,7 +202,7 @@ class TestWarmStart:
         before = memory["trained_on"]
         defense.share(tiny_task, inputs.flip(0), labels.flip(0), generator=seeded(1), memory=memory)
         moved = (memory["trained_on"].flip(0) - before).flatten(1).square().mean(1).sqrt()
-        assert (moved <= refiner.STEP + 1e-3).all()  # one step, and the rounding of the stored data
+        assert (moved <= Refiner().step + 1e-3).all()  # one step, and the rounding of the stored data
 
     def test_the_memory_is_bounded_and_drops_the_least_recently_used_sample(self, monkeypatch, tiny_task, tiny_batch):
         monkeypatch.setattr(refiner, "WARM_BYTES", 3 * 2 * 36)  # three images of 36 values

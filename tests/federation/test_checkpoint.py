@@ -427,7 +427,7 @@ class SomeNaN(StepDefense):
 
     name = "some-nan"
 
-    def step(self, client):
+    def step_gradients(self, client):
         factor = float("nan") if client.source.uniform(torch.empty(())) < 0.3 else 1.0
         gradients = client.task.gradients(client.inputs, client.targets)
         return {name: factor * value for name, value in gradients.items()}

@@ -286,7 +286,7 @@ class BreaksEveryFifth(StepDefense):
 
     name, count = "breaks", 0
 
-    def step(self, client):
+    def step_gradients(self, client):
         self.count += 1
         factor = float("nan") if self.count % 5 == 1 else 1.0
         gradients = client.task.gradients(client.inputs, client.targets)

@@ -120,7 +120,7 @@ class SensitivityDriven(StepDefense):
             _expire_sensitivity(client.memory, self.every)
         return super().make_update(client)
 
-    def step(self, client: ClientRound) -> Gradients:
+    def step_gradients(self, client: ClientRound) -> Gradients:
         """Measure the sensitivity or recall it, then defend the gradients."""
         task, source, memory = client.task, client.source, client.memory
         batch = client.inputs, client.targets

@@ -343,17 +343,17 @@ class Perturbation(Defense):
 class StepDefense(Defense):
     """A defense that works on the client's data: it computes the gradient of every step.
 
-    Subclasses implement one function, `step`. Under FedAvg it acts in every local step.
+    Subclasses implement one function, `step_gradients`. Under FedAvg it acts in every local step.
     """
 
     @abstractmethod
-    def step(self, client: ClientRound) -> Gradients:
+    def step_gradients(self, client: ClientRound) -> Gradients:
         """The defended gradients of one step; `client` has the weights and the batch of that step."""
 
     def make_update(self, client: ClientRound) -> Update:
         """Compute the client's update from defended steps."""
         return client.update(
-            lambda task, inputs, targets: self.step(
+            lambda task, inputs, targets: self.step_gradients(
                 dataclasses.replace(client, task=task, inputs=inputs, targets=targets)
             )
         )

@@ -63,7 +63,7 @@ class DPSGD(StepDefense):
     noise_multiplier: float = number(1.0, low=0, strength=(1e-3, 100.0), log=True)
     delta: float = number(1e-5, above=0, below=1)
 
-    def step(self, client: ClientRound) -> Gradients:
+    def step_gradients(self, client: ClientRound) -> Gradients:
         """The noisy mean of the clipped gradients."""
         std = self.noise_multiplier * self.clip
         grid = grid_step(std) if client.source.secure and std else None

@@ -65,7 +65,7 @@ class Precode(StepDefense):
         generator = generator or fresh_generator(task.device)
         return Prepared(self, VariationalTask.extend(task, self.width, self.beta, generator))
 
-    def step(self, client: ClientRound) -> Gradients:
+    def step_gradients(self, client: ClientRound) -> Gradients:
         """The gradients of the extended model, with fresh noise."""
         task = self._extended(client.task)
         return task.with_noise(len(client.inputs), client.source).gradients(client.inputs, client.targets)

@@ -66,7 +66,7 @@ class Soteria(StepDefense):
     rate: float = number(0.8, low=0, high=1, strength=(0.0, 1.0))
     directions: int = integer(0, low=0)
 
-    def step(self, client: ClientRound) -> Gradients:
+    def step_gradients(self, client: ClientRound) -> Gradients:
         """The gradients, with the chosen columns zeroed."""
         weight = self._pruned_layer(client.task)
         gradients = client.task.gradients(client.inputs, client.targets)
