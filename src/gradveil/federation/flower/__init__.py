@@ -12,8 +12,8 @@ and one line on the server::
 clients only from a server that sends the app which the client's owner has accepted: nodes must run only accepted apps,
 which `gradveil.federation.supernode` enforces.
 
-**What is sent.** The server's train message has up to two more records: ``gradveil`` (round, learning rate, defense)
-and, if a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
+**What is sent.** The server's train message has up to two more records: ``gradveil`` (round, learning rate, defense,
+the client's last update that was used) and, if a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
 `update.wire`, in place of the trained arrays; Flower chunks and carries them like any array. The reply also holds
 ``num-examples`` and the metrics that the client lists, exactly as the app made them: nothing protects those.
 
