@@ -105,7 +105,9 @@ def test_what_arrived_and_what_is_owed_add_up_to_the_gradients(defense):
 
 
 def test_in_a_chain_the_last_error_feedback_takes_back_and_the_others_have_delivered():
-    first, second = (gradveil.defense(f"{name}+error-feedback") for name in ("top-k:keep=0.5", "dual-pruning:k1=0.2,k2=0.3"))
+    first, second = (
+        gradveil.defense(f"{name}+error-feedback") for name in ("top-k:keep=0.5", "dual-pruning:k1=0.2,k2=0.3")
+    )
     defense = chained("quantization:bits=6", first, "quantization:bits=8", second, "top-k:keep=0.3")
     generator, memory = torch.Generator().manual_seed(0), {}
     given, through, arrived = torch.zeros(3, 60, dtype=torch.float64)
@@ -143,7 +145,7 @@ def test_error_feedback_around_a_server_that_removes_noise_is_refused():
 
 
 def test_the_noise_that_error_feedback_sends_is_not_fresh(tiny_task, tiny_batch):
-    """The variance that the docstring states, on all values: share (1 + decay^2) std^2, in a first round share std^2."""
+    """Its variance is the one that the docstring states: (1 + decay^2) times that of the fresh noise of a first round."""
     for decay in (1.0, 0.5):
         defense = gradveil.defense(f"risk-slicing:std=2.0,ratio=0.3,compensate=false+error-feedback:decay={decay}")
         defense, task = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))

@@ -224,7 +224,7 @@ def test_error_feedback_is_kept_in_the_nodes_context():
 )
 def test_with_error_feedback_a_reply_that_is_lost_or_refused_takes_nothing(spec):
     """What the server used and what the node owes in the end add up to the node's updates."""
-    arrived, replies, rounds = {}, {node: 0 for node in NODES}, 6
+    arrived, replies, rounds = {}, dict.fromkeys(NODES, 0), 6
 
     def tamper(node, reply):
         if "gradveil.update" not in reply.content:

@@ -36,6 +36,8 @@ class AlignedDualPruning(Perturbation):
     *smallest* values makes everyone's update nearly useless for that round (a limitation that the paper names; error
     feedback brings the values back in honest rounds). The announcement also tells the server where the publisher's
     largest values lie, including those that pruning withholds: the publisher pays for the others' smaller download.
+    Audits attack ordinary clients inside the set of another, honest client; ``--publisher lying`` has a liar publish,
+    ``--publisher victim`` the victim itself.
 
     Ties are broken by position.
 

@@ -229,15 +229,16 @@ class ErrorFeedback(Composition, composed=True):
     defense's (epsilon, delta), reconstruction bound and zeros no longer hold.
 
     A message that is lost takes nothing from the residual: after ``defense.take_back(memory)`` it is P, everything that
-    was held back or sent in that round. For this, P - e (what was sent, and what `decay` or `clip` forgot) is kept under
-    ``pending/<layer>`` until the next round or until it is known that the update arrived (`settle`), which doubles the
-    memory for that time; on disk it is as sparse as what was sent. The engines and the Flower mod call both.
+    was held back or sent in that round. For this, what of P is not in the new residual (what was sent, and what `decay`
+    or `clip` forgot) is kept under ``pending/<layer>`` until the next round, or until somebody says that the update
+    arrived (`settle`). That doubles the memory for so long; on disk it is as sparse as what was sent. The engines and
+    the Flower mod make these calls themselves.
 
     A defense whose server removes noise (`risk-slicing` with ``compensate``) is refused. With fresh noise :math:`z_t`
     on a share q of the values, a client whose last update arrived sends :math:`g_t + z_t - decay \cdot z_{t-1}`, whose
-    noise has variance :math:`q \, std^2 (1 + decay^2)`, one without a residual sends :math:`q \, std^2`, and `clip` makes
-    the noise depend on the data. Which of these a client is, no server can tell from its update, so no variance that it
-    could assume is right.
+    noise has variance :math:`q \, std^2 (1 + decay^2)`; that of a client without a residual has :math:`q \, std^2`, and
+    with `clip` it depends on the data. A server cannot tell from an update which of these it is, so there is no
+    variance that it could rightly assume.
 
     Around dual pruning the plain form starves the largest coordinates: they are held back, so their residual grows,
     so they stay the largest. Two remedies bound the residual: `decay` forgets a share of it every round, and `clip`

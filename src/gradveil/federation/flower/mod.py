@@ -202,11 +202,11 @@ def defense_mod(
     so that noise is always in gradient units, and sends the defended update in place of the arrays. The defense
     acts once, on the finished update; error feedback keeps its residual in the node's context.
 
-    A `GradveilStrategy` tells each client which of its updates it used last; what a later one carried is then owed again
-    (`Defense.take_back`). Any other server tells nothing, and every update is taken to have arrived: a wrong guess then
-    costs the values of that update, whereas the opposite guess would send values twice that did arrive. A server that
-    claims to have lost an update hears again what it carried, as part of what error feedback adds, which protects
-    nothing of what it adds in any case (`gradveil.ErrorFeedback`).
+    A `GradveilStrategy` tells each client which of its updates it used last; what a later one carried is owed again
+    (`Defense.take_back`). Any other server tells nothing, and every update is taken to have arrived: if that is wrong,
+    the values of that update are missing, whereas the opposite mistake would send the same values twice. A server that
+    claims to have lost an update hears again what it carried, as part of what error feedback adds, which nothing
+    protects in any case (`gradveil.ErrorFeedback`).
 
     A round is answered once, and round numbers only grow: the answered rounds are kept in the node's context, which
     lives as long as the run. A stock SuperNode may begin with the next message before it has saved the context; one

@@ -64,8 +64,8 @@ class GradveilStrategy(Strategy):
     whatever is not an update of this model in this round: broken bytes, other layers, shapes or types, NaN, a stale
     round, a second reply, metrics that lack what most others have, an error, or no reply. Replies to evaluate messages
     are checked in the same way. Every refusal is logged, counted, and listed in `faults`; the round continues with the
-    other replies, and if none is left, the model stays as it was. Each client is told in its next train message which of
-    its updates was the last one that was used, so that error feedback can take back the others.
+    other replies, and if none is left, the model stays as it was. Each client's next train message says which of its
+    updates was used last, so that error feedback can take back a later one.
 
     The inner strategy gets the metrics that more than half of the replies have; a reply that lacks one of them is
     refused. So if there are two clients, neither can get the other one refused, whoever answers first.
