@@ -145,7 +145,7 @@ def test_error_feedback_around_a_server_that_removes_noise_is_refused():
 
 
 def test_the_noise_that_error_feedback_sends_is_not_fresh(tiny_task, tiny_batch):
-    """Its variance is the one that the docstring states: (1 + decay^2) times that of the fresh noise of a first round."""
+    """Its variance is that of the docstring: (1 + decay^2) times that of the noise of a client's first round."""
     for decay in (1.0, 0.5):
         defense = gradveil.defense(f"risk-slicing:std=2.0,ratio=0.3,compensate=false+error-feedback:decay={decay}")
         defense, task = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))

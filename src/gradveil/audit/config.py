@@ -51,7 +51,8 @@ class AuditConfig(Settings):
             a step of `lr` along the mean update.
         publisher: who announces for the victims' rounds, under defenses in which a client does: ``"honest"``: another
             client, as it should; ``"lying"``: another client, which passes its smallest values off as its largest;
-            ``"victim"``: the victim itself, which thereby tells more than the others.
+            ``"victim"``: the victim itself, which thereby tells more than the others. In the training everybody is
+            honest.
         weights: safetensors file of the user's own weights; None: the initial ones.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
