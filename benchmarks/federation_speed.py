@@ -167,7 +167,9 @@ def defenses(dataset: Dataset, rounds: int, clients: int) -> None:
     training = Training(rounds=max(2, rounds), clients=clients, clients_per_round=min(20, clients), batch_size=16)
     print(f"{'defense':40} {'execution':9} {'s/round':>10} {'defense':>8} {'server':>7}")
     for name in gradveil.list_defenses():
-        for spec in (name, f"{name}+error-feedback") if gradveil.defense(name).gradient_only else (name,):
+        defense = gradveil.defense(name)
+        feedback = defense.gradient_only and not defense.removes_noise
+        for spec in (name, f"{name}+error-feedback") if feedback else (name,):
             result = train(task, dataset, gradveil.defense(spec), training)
             measured = result.rounds[1:]
             total = sum(record.seconds for record in measured)

@@ -70,8 +70,9 @@ def public_of(case: Row, task: gradveil.Task) -> cases.Batch:
 
 
 def victims_of(case: Row) -> Victims:
-    sizes = case["victims"], case.get("batch_size", 1)
-    return cases.choose_victims(dataset_of(case).test, *sizes, clients=case.get("clients", 1), seed=case["seed"])
+    dataset, sizes = dataset_of(case), (case["victims"], case.get("batch_size", 1))
+    others = {"clients": case.get("clients", 1), "publishers": dataset.train}
+    return cases.choose_victims(dataset.test, *sizes, seed=case["seed"], **others)
 
 
 def local_of(case: Row) -> gradveil.LocalSteps | None:
@@ -90,7 +91,7 @@ def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction
     """What the attacker sees of the victims, and what it reconstructs from that."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr") if key in case}
+    settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
     attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
     seen = cases.observe(cases.fit(attack_case, progress=session.progress))
     found = cases.attack_on(seen, progress=session.progress)

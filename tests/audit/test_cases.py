@@ -27,6 +27,7 @@ from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.parameters import state
 from gradveil.core.tensors import Tensors
 from gradveil.data import Dataset, Split
+from gradveil.federation.job import as_batch
 from gradveil.update import LocalSteps
 
 ATTACK = gradveil.attack("idlg", iterations=40)
@@ -110,6 +111,81 @@ def test_several_rounds_are_observed_at_other_weights(dataset, task):
     for one, several in zip(first, seen.seen, strict=True):
         assert all(torch.equal(value, several[0][1][name]) for name, value in one[0][1].items())
     assert attack_on(seen).inputs.shape == (3, 1, 1, 12, 12)
+
+
+ALIGNED = "aligned-dual-pruning:k1=0.1,keep=0.2"
+
+
+def sent_by(case):
+    return [rounds[0][1] for rounds in observe(case).seen]
+
+
+def set_of(defense, task, batch, *, lying=False):
+    gradients = task.gradients(*as_batch(task, batch))
+    return defense.publish({name: 1 / (value.abs() + 1e-30) if lying else value for name, value in gradients.items()})
+
+
+@pytest.mark.parametrize("wrapper", ["", "+error-feedback", "+top-k:keep=0.9"])
+def test_ordinary_clients_are_attacked_inside_the_set_of_another_client(dataset, task, wrapper):
+    victims = choose_victims(dataset.test, 3, publishers=dataset.train)
+    case = case_of(dataset, task, ALIGNED + wrapper, victims=victims)
+    aligned, alone = gradveil.defense(ALIGNED), sent_by(replace(case, publisher="victim"))
+    honest, lying = sent_by(case), sent_by(replace(case, publisher="lying"))
+    for victim in range(3):
+        own = victims.batches(victim)[0]
+        other = tuple(part[victim] for part in victims.publishers)
+        assert not torch.equal(own[0], other[0])
+        for sent, public in (
+            (honest, set_of(aligned, task, other)),
+            (lying, set_of(aligned, task, other, lying=True)),
+            (alone, set_of(aligned, task, own)),
+        ):
+            expected = case.prepared.defense.share(task, *as_batch(task, own), memory={}, announced=public)
+            assert all(torch.equal(sent[victim][name], value) for name, value in expected.items())
+            assert not any(value[~public[name]].any() for name, value in sent[victim].items())
+    energy = [sum(float(value.square().sum()) for one in sent for value in one.values()) for sent in (honest, lying)]
+    assert energy[1] < 0.8 * energy[0]  # a liar leaves less to send
+
+
+def test_who_publishes_changes_nothing_else(dataset, task):
+    """Neither the victims, nor a part of them, nor defenses that announce nothing."""
+    with_others = choose_victims(dataset.test, 3, 2, publishers=dataset.train)
+    assert torch.equal(with_others.inputs, choose_victims(dataset.test, 3, 2).inputs)
+    assert with_others.publishers[0].shape == (3, 2, 1, 12, 12)
+    assert with_others.publishers[1].shape == (3, 2)
+    whole = case_of(dataset, task, ALIGNED, victims=with_others)
+    part = replace(whole, victims=with_others.part(range(1, 3)))
+    for there, here in zip(sent_by(whole)[1:], sent_by(part), strict=True):
+        assert all(torch.equal(value, here[name]) for name, value in there.items())
+    noisy = [sent_by(case_of(dataset, task, "gaussian-noise", publisher=who)) for who in ("honest", "lying", "victim")]
+    assert all(torch.equal(value, other[0][name]) for other in noisy for name, value in noisy[0][0].items())
+
+
+def test_a_publisher_that_there_is_not_is_refused(dataset, task):
+    with pytest.raises(ParameterError, match=r"another client announces .* choose_victims\(..., publishers="):
+        observe(case_of(dataset, task, ALIGNED))
+    with pytest.raises(ParameterError, match="publisher must be one of honest, lying, victim, got 'nobody'"):
+        case_of(dataset, task, ALIGNED, publisher="nobody")
+    with pytest.raises(ParameterError, match="needs 31 training images that are not public, there are 30"):
+        choose_victims(dataset.train, 1, 31, publishers=dataset.train)
+
+
+def test_a_lie_is_made_of_gradients(dataset, task):
+    class FromData(gradveil.Perturbation):
+        name, announces = "from-data", True
+
+        def make_announcement(self, client):
+            return {"examples": client.targets}
+
+        def perturb_rows(self, rows, draws):
+            return rows.clone()
+
+    victims = choose_victims(dataset.test, 2, publishers=dataset.train)
+    case = case_of(dataset, task, victims=victims)
+    case = replace(case, prepared=replace(case.prepared, defense=FromData()))
+    assert observe(case)
+    with pytest.raises(ParameterError, match="publisher=lying needs a defense that makes its announcement from grad"):
+        observe(replace(case, publisher="lying"))
 
 
 def test_clients_behind_a_victim_are_hidden_in_a_sum(dataset, task):

@@ -51,6 +51,8 @@ def test_the_command_names_the_attackers(adaptive, word):
         ({"seed": -1}, ParameterError, "audit: seed must be a whole number of at least 0, got -1"),
         ({"defenses": ("top-j",)}, UnknownNameError, "unknown defense 'top-j'; did you mean top-k"),
         ({"attacks": ()}, ParameterError, "at least one attack"),
+        ({"publisher": "me"}, ParameterError, "publisher must be one of honest, lying, victim, got 'me'"),
+        ({"publisher": "lying"}, ParameterError, "such as aligned-dual-pruning, and none of them is audited; leave it"),
         ({"match": "speed"}, ParameterError, "match must be KIND or KIND=TARGET, got 'speed'; known: accuracy, bytes"),
         ({"match": "accuracy=1.5"}, ParameterError, "accuracy can be matched between 0 and 1, got '1.5'"),
         ({"match": "bytes=few"}, ParameterError, "bytes can be matched between 0 and 1, got 'few'"),

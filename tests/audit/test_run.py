@@ -12,6 +12,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from gradveil import report
 from gradveil.attacks import ATTACKS
 from gradveil.audit import AuditConfig, run
 from gradveil.core.errors import DataError, OutputError, ParameterError, ThreatModelError
@@ -328,6 +329,23 @@ def test_a_defense_that_prepares_and_announces_is_served(data_file, tmp_path, mo
 
     run(config_for(data_file, defenses=("whole-way",), attacks=("idlg:iterations=1",)), tmp_path / "out")
     assert [row["defense"] for row in rows(tmp_path / "out", "utility.jsonl")] == ["none", "whole-way"]
+
+
+@pytest.mark.parametrize(
+    ("publisher", "words"),
+    [("honest", "another, honest client"), ("lying", "a liar announced"), ("victim", "what it announced itself")],
+)
+def test_the_report_says_who_published(data_file, tmp_path, publisher, words):
+    spec = "aligned-dual-pruning:k1=0.05,keep=0.2+error-feedback"
+    options = {"defenses": (spec,), "attacks": ("idlg:iterations=1",), "rounds": 1, "victims": 1}
+    run(config_for(data_file, publisher=publisher, **options), tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["publisher"] == publisher
+    assert f"--publisher {publisher}" in config["command"]
+    assert list(config["caveats"]) == [spec]
+    said = [sentence for sentence in report.verdict(report.read(tmp_path / "out")) if words in sentence]
+    assert said
+    assert said[0].startswith("Note: ")
 
 
 def test_what_a_client_really_trained_on_is_scored_too(data_file, tmp_path):

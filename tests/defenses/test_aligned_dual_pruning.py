@@ -69,7 +69,8 @@ def test_the_server_returns_only_values_inside_the_set():
             r"a mask \(torch.bool\) of shape \[40\], got torch.bool of shape \[3\]",
         ),
         ({"w": torch.zeros(40)}, r"got torch.float32 of shape \[40\]"),
-        ({"w": torch.ones(40, dtype=torch.bool)}, "the set of 'w' may mark 16 locations, got 40"),
+        ({"w": torch.ones(40, dtype=torch.bool)}, "the set of 'w' must mark 16 locations, got 40"),
+        ({"w": torch.zeros(40, dtype=torch.bool)}, "the set of 'w' must mark 16 locations, got 0"),
     ],
 )
 def test_an_announcement_that_does_not_fit_is_refused(public, message):
@@ -106,6 +107,15 @@ class Liar(AlignedDualPruning):
         return super().publish({name: 1 / (1e-9 + value.abs()) for name, value in gradients.items()})
 
 
+class Miser(AlignedDualPruning):
+    """A defense whose publisher announces too few locations, in a layer so long that it is searched by histogram."""
+
+    name = "miser"
+
+    def publish(self, gradients, memory=None):
+        return {name: torch.zeros_like(value, dtype=torch.bool) for name, value in gradients.items()}
+
+
 class Garbler(AlignedDualPruning):
     """A defense whose publisher announces something that is not a location set."""
 
@@ -120,9 +130,18 @@ def test_training_survives_a_lying_publisher_and_the_damage_shows(two_blobs):
     shape = two_blobs.train.input_shape
     task = gradveil.Task(models.create("mlp", input_shape=shape, classes=2), input_shape=shape, classes=2)
     training = Training(rounds=15, clients=4, batch_size=16, lr=0.05)
-    results = {kind.name: train(task, two_blobs, kind(), training) for kind in (AlignedDualPruning, Liar, Garbler)}
+    kinds = (AlignedDualPruning, Liar, Garbler, Miser)
+    results = {kind.name: train(task, two_blobs, kind(), training) for kind in kinds}
     assert all(result.diverged is None for result in results.values())
     honest = results["aligned-dual-pruning"].loss
     assert results["liar"].loss > honest + 0.3
     # No announcement is acceptable, so every client uses its own set.
-    assert results["garbler"].loss < honest + 0.3
+    assert results["garbler"].loss == results["miser"].loss < honest + 0.3
+
+
+def test_a_small_set_in_a_long_layer_is_refused():
+    """It used to end the training with an IndexError."""
+    values = {"w": torch.randn(100_000, generator=torch.Generator().manual_seed(0))}
+    small = {"w": largest(values["w"][None], 5_000)[0]}
+    with pytest.raises(InputError, match="the set of 'w' must mark 40000 locations, got 5000"):
+        AlignedDualPruning(keep=0.2).perturb(values, announced=small)

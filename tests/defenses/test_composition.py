@@ -7,6 +7,7 @@ import gradveil
 from gradveil.core.errors import InputError, ParameterError, UnknownNameError
 from gradveil.defenses.base import Defense, Perturbation, Prepared
 from gradveil.defenses.composition import scoped
+from gradveil.federation.memory import ClientMemories
 
 
 class NeedsData(Defense):
@@ -41,6 +42,123 @@ def test_error_feedback_sends_everything_in_the_end():
         sent += defense.perturb({"w": gradient}, memory=memory)["w"]
     torch.testing.assert_close(sent + memory["residual/w"], total)
     assert memory["residual/w"].abs().max() > 0
+
+
+def chained(*parts):
+    return gradveil.Chain(*(gradveil.defense(part) if isinstance(part, str) else part for part in parts))
+
+
+FEEDBACK = [
+    gradveil.defense(f"{inner}+error-feedback{options}")
+    for inner in ("none", "top-k:keep=0.2", "dual-pruning", "gaussian-noise:std=0.5", "top-k:keep=0.3+gaussian-noise")
+    for options in ("", ":decay=0.9", ":clip=0.5", ":decay=0.5,clip=0.1")
+] + [
+    gradveil.defense(spec)
+    for spec in (
+        "aligned-dual-pruning+error-feedback",
+        "quantization:bits=2+error-feedback",
+        "gradient-dropout:keep=0.5,std=0.1+error-feedback",
+        "laplace-noise:std=0.5+error-feedback",
+        "top-k:keep=0.2+error-feedback+error-feedback",
+    )
+]
+
+
+@pytest.mark.parametrize("defense", FEEDBACK, ids=str)
+def test_a_lost_message_takes_nothing_from_the_residual(defense):
+    """After it, the residual is gradient + residual as before the round, whatever was sent, forgotten or clipped."""
+    generator, memory, owed = torch.Generator().manual_seed(0), {}, torch.zeros(60, dtype=torch.float64)
+    for number in range(8):
+        gradient = torch.randn(60, generator=generator, dtype=torch.float64)
+        owed = memory.get("residual/w", torch.zeros(60, dtype=torch.float64)) + gradient
+        before = dict(memory)
+        defense.perturb({"w": gradient}, memory=memory, generator=generator)
+        kept = memory["residual/w"]
+        if number % 2:
+            defense.take_back(memory)
+            torch.testing.assert_close(memory["residual/w"], owed)
+            assert memory["residual/w"] is not kept  # always a new tensor
+            taken = dict(memory)
+            defense.take_back(memory)  # it was taken back already
+            assert memory == taken
+        elif number % 4:
+            defense.settle(memory, arrived=True)
+            assert memory["residual/w"] is kept
+            defense.take_back(memory)  # it is too late
+            assert memory["residual/w"] is kept
+        assert all(value is not before.get(key) for key, value in memory.items())
+
+
+@pytest.mark.parametrize("defense", [one for one in FEEDBACK if one.decay == 1 and one.clip is None], ids=str)
+def test_what_arrived_and_what_is_owed_add_up_to_the_gradients(defense):
+    generator, memory = torch.Generator().manual_seed(0), ClientMemories(ram_bytes=0)[3]  # on disk
+    total, arrived = torch.zeros(60, dtype=torch.float64), torch.zeros(60, dtype=torch.float64)
+    for _ in range(30):
+        gradient = torch.randn(60, generator=generator, dtype=torch.float64)
+        total += gradient
+        sent = defense.perturb({"w": gradient}, memory=memory, generator=generator)["w"]
+        if torch.rand((), generator=generator) < 0.4:
+            defense.take_back(memory)
+        else:
+            arrived += sent
+    torch.testing.assert_close(arrived + memory["residual/w"], total)
+
+
+def test_in_a_chain_the_last_error_feedback_takes_back_and_the_others_have_delivered():
+    first, second = (
+        gradveil.defense(f"{name}+error-feedback") for name in ("top-k:keep=0.5", "dual-pruning:k1=0.2,k2=0.3")
+    )
+    defense = chained("quantization:bits=6", first, "quantization:bits=8", second, "top-k:keep=0.3")
+    generator, memory = torch.Generator().manual_seed(0), {}
+    given, through, arrived = torch.zeros(3, 60, dtype=torch.float64)
+    for number in range(20):
+        gradient = {"w": torch.randn(60, generator=generator, dtype=torch.float64)}
+        before = {key: value.clone() for key, value in memory.items()}
+        inputs = defense.parts[0].perturb(gradient)
+        handed = defense.parts[2].perturb(first.inner.perturb({"w": inputs["w"] + before.get("1/residual/w", 0)}))
+        defense.perturb(gradient, memory=memory)
+        given, through = given + inputs["w"], through + handed["w"]
+        if number % 3 == 0:
+            after = dict(memory)
+            defense.take_back(memory)
+            assert memory["1/residual/w"] is after["1/residual/w"]
+            torch.testing.assert_close(memory["3/residual/w"], before.get("3/residual/w", 0) + handed["w"])
+            assert sorted(memory) == ["1/residual/w", "3/residual/w"]
+        else:
+            arrived = arrived + second.inner.perturb({"w": before.get("3/residual/w", 0) + handed["w"]})["w"]
+    torch.testing.assert_close(arrived + memory["3/residual/w"], through)
+
+
+def test_other_defenses_have_nothing_to_take_back():
+    for spec in ("none", "gaussian-noise", "top-k+gaussian-noise"):
+        memory = {"something": torch.ones(2)}
+        gradveil.defense(spec).take_back(memory)
+        assert list(memory) == ["something"]
+
+
+def test_error_feedback_around_a_server_that_removes_noise_is_refused():
+    """With error feedback the noise of an update is z_t - z_{t-1}: twice the variance, but not in a first round."""
+    for spec in ("risk-slicing+error-feedback", "top-k+risk-slicing:std=0.5+error-feedback:decay=0.9"):
+        with pytest.raises(ParameterError, match=r"removes noise and expects it to be fresh.*; use compensate=false"):
+            gradveil.defense(spec)
+    assert gradveil.defense("risk-slicing:compensate=false+error-feedback").aggregates
+
+
+def test_the_noise_that_error_feedback_sends_is_not_fresh(tiny_task, tiny_batch):
+    """Its variance is that of the docstring: (1 + decay^2) times that of the noise of a client's first round."""
+    for decay in (1.0, 0.5):
+        defense = gradveil.defense(f"risk-slicing:std=2.0,ratio=0.3,compensate=false+error-feedback:decay={decay}")
+        defense, task = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
+        zero = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
+        first, later = [], []
+        for client in range(400):
+            memory, generator = {}, torch.Generator().manual_seed(client)
+            for noise in (first, later, later):
+                sent = defense.perturb(zero, memory=memory, generator=generator)
+                noise.append(torch.cat([value.flatten() for value in sent.values()]).square().mean())
+        fresh = defense.inner.aggregate_variance([1.0])
+        assert float(torch.stack(first).mean()) == pytest.approx(fresh, rel=0.1)
+        assert float(torch.stack(later[::2]).mean()) == pytest.approx((1 + decay**2) * fresh, rel=0.1)
 
 
 def test_error_feedback_needs_a_memory_and_a_gradient_only_defense():
@@ -271,8 +389,11 @@ def test_a_defense_must_override_the_hooks_instead_of_the_public_methods():
 # -- prepared values ------------------------------------------------------------------------------------------------
 
 
+UNCOMPENSATED = "risk-slicing:compensate=false+error-feedback"
+
+
 def test_preparing_returns_a_new_defense_and_does_not_change_the_first(tiny_task, tiny_batch):
-    for spec in ("risk-slicing", "optimal-noise:form=global", "risk-slicing+error-feedback", "risk-slicing+top-k"):
+    for spec in ("risk-slicing", "optimal-noise:form=global", UNCOMPENSATED, "risk-slicing+top-k"):
         defense = gradveil.defense(spec)
         prepared, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))
         again, _ = defense.prepare(tiny_task, public=tiny_batch, generator=torch.manual_seed(0))

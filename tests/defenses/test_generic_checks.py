@@ -1,5 +1,6 @@
 """The checks that every defense passes. A new defense gets all of them with one row in CASES."""
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -337,6 +338,90 @@ def test_integers_and_missing_gradients_are_refused(defense):
         defense.perturb({"w": None}, generator=seeded(), memory={})
     with pytest.raises(InputError, match="expected gradients by parameter name, got none"):
         defense.perturb({}, generator=seeded(), memory={})
+
+
+def nested(masks: list[torch.Tensor]) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that these tensors are a prototype
+        return torch.nested.nested_tensor(masks)
+
+
+def lies(layers: dict[str, torch.Tensor], seed: int) -> Any:
+    """An announcement that no honest client makes, or one that it may make, of any content."""
+    draw = seeded(seed)
+    name = list(layers)[int(torch.randint(len(layers), (), generator=draw))]
+    honest = {key: torch.rand(value.shape, generator=draw) < 0.6 for key, value in layers.items()}
+    mask = honest[name]
+    instead = [
+        torch.zeros_like(mask),
+        torch.ones_like(mask),
+        torch.rand(mask.shape, generator=draw) < 0.01,
+        mask.float(),
+        mask.float() * torch.nan,
+        mask.to(torch.int8),
+        mask.to(torch.complex64),
+        mask.flatten()[:-1],
+        mask[None],
+        mask.to("meta"),
+        mask.to_sparse(),
+        nested([mask.flatten(), mask.flatten()[:1]]),
+        mask.tolist(),
+        mask.numpy(),
+        None,
+        "everything",
+    ]
+    wholes = [
+        {},
+        [],
+        "everything",
+        7,
+        torch.ones(3, dtype=torch.bool),
+        {**honest, "another": torch.ones(3, dtype=torch.bool)},
+        {**honest, 3: torch.ones(3, dtype=torch.bool)},
+        {None: mask, 3: mask},
+        {key: value for key, value in honest.items() if key != name},
+    ]
+    choices = [*wholes, *({**honest, name: value} for value in instead)]
+    return choices[seed % len(choices)]
+
+
+ANNOUNCING = [case for case in CASES if gradveil.defense(case.name, **case.strong).announces]
+
+
+@pytest.mark.parametrize("case", ANNOUNCING, ids=lambda case: case.name)
+@pytest.mark.parametrize("wrapped", ["alone", "chain", "error-feedback"])
+@pytest.mark.parametrize("seed", range(25))
+def test_an_announcement_of_any_content_is_refused_or_used(case, wrapped, seed):
+    defense = gradveil.defense(case.name, **case.strong)
+    if wrapped == "chain":
+        defense = gradveil.Chain(defense, gradveil.defense("top-k"))
+    if wrapped == "error-feedback":
+        defense = gradveil.ErrorFeedback(defense)
+    own = {**gradients(), "long": torch.randn(5000, generator=seeded())}  # longer than what is sorted at once
+    memory: dict[str, torch.Tensor] = {}
+    announced = lies(own, seed)
+    try:
+        defense.check_announced(announced, own)
+    except InputError:
+        with pytest.raises(InputError):
+            defense.perturb(own, memory=memory, announced=announced)
+        with pytest.raises(InputError):
+            defense.aggregate([gradveil.Update(own)], announced=announced)
+        assert not memory  # a refused announcement changes nothing
+        return
+    sent = defense.perturb(own, memory=memory, announced=announced)
+    assert all(torch.isfinite(value).all() for value in sent.values())
+    defense.aggregate([sent], announced=announced)
+
+
+@pytest.mark.parametrize("case", ANNOUNCING, ids=lambda case: case.name)
+def test_what_an_honest_client_announces_is_used(case):
+    defense = gradveil.defense(case.name, **case.strong)
+    odd = {"empty": torch.zeros(0, 3), "one": torch.tensor([2.0]), "scalar": torch.tensor(3.0), "equal": torch.ones(9)}
+    for own in (odd, {"long": torch.zeros(5000)}, gradients()):
+        announced = defense.publish(own)
+        defense.check_announced(announced, own)
+        assert list(defense.aggregate([defense.perturb(own, announced=announced)], announced=announced)) == list(own)
 
 
 @pytest.mark.parametrize(

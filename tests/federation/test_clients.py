@@ -163,6 +163,8 @@ def test_every_gradient_only_defense_shares_the_same_in_a_batch(spec, local, wra
     task, local = task_of("mlp"), LOCAL[local]
     batches = batches_of([6, 4, 6])
     public = batches.popitem()[1]
+    if gradveil.defense(spec).removes_noise and wrapped == "+error-feedback":
+        spec += ":compensate=false"  # a server that removes noise needs it fresh
     defense = gradveil.defense(spec + wrapped)
     defense, _ = defense.prepare(task, public=public, generator=randomness(0, "prepare"))
     batched = shared_by("batch", task, defense, batches, local, rounds=2)

@@ -156,7 +156,7 @@ def main(grid: Grid, context: Context) -> None:
     while not (nodes := list(grid.get_node_ids())):
         time.sleep(1)
     arrays = ArrayRecord(make_model().state_dict())
-    asked = ConfigRecord({"round": 1, "lr": LR, "defense": DEFENSE, "announce": False})
+    asked = ConfigRecord({"round": 1, "lr": LR, "defense": DEFENSE, "announce": False, "used": 0})
     contents = [{"arrays": arrays, "config": ConfigRecord({"copy": n}), "gradveil": asked} for n in range(3)]
     messages = [Message(RecordDict(content), nodes[0], "train") for content in contents]
     replies = list(grid.send_and_receive(messages, timeout=150))

@@ -13,7 +13,8 @@ from torch import nn
 import gradveil
 from gradveil import models
 from gradveil.defenses.base import StepDefense
-from gradveil.federation import Training, train
+from gradveil.federation import Training, local, train
+from gradveil.federation.memory import ClientMemories
 from gradveil.federation.protocol import OpenRound
 from gradveil.update import LocalSteps, Meta, Update, wire
 
@@ -279,6 +280,92 @@ def test_the_round_goes_on_with_those_that_remain(two_blobs):
         weights_of(train(task, two_blobs, gradveil.defense("none"), training, transport=only_honest)),
         weights_of(result),
     )
+
+
+def lossy(number, client, message):
+    """Loses, damages, doubles or delivers."""
+    return [[], [message[:-3]], [message, message], [message]][(3 * number + client) % 4]
+
+
+@pytest.mark.parametrize("execution", ["loop", "batch"])
+@pytest.mark.parametrize(
+    "inner",
+    ["top-k:keep=0.1", "dual-pruning", "aligned-dual-pruning", "gaussian-noise:std=0.1", "top-k+gaussian-noise"],
+)
+def test_with_error_feedback_a_lost_message_takes_nothing(two_blobs, monkeypatch, inner, execution):
+    """What arrived and what is owed in the end add up to the client's gradients, whichever messages were lost."""
+    defense, gradients, arrived = gradveil.defense(f"{inner}+error-feedback"), {}, {}
+    memories, perturb = ClientMemories(), gradveil.ErrorFeedback.perturb_gradients
+
+    def add(totals, client, layers):
+        for name, value in layers.items():
+            totals[client, name] = totals.get((client, name), 0) + value.double()
+
+    def recorded(self, honest, client_round):
+        add(gradients, client_round.memory._client, honest)
+        return perturb(self, honest, client_round)
+
+    def transport(number, client, message):
+        delivered = lossy(number, client, message)
+        if message in delivered:
+            add(arrived, client, wire.decode(message, sets[number]))
+        return delivered
+
+    sets, elect = {}, OpenRound.elect
+
+    def elected(server, ask):
+        elect(server, ask)
+        sets[server.number] = server.locations
+
+    monkeypatch.setattr(OpenRound, "elect", elected)
+    monkeypatch.setattr(gradveil.ErrorFeedback, "perturb_gradients", recorded)
+    monkeypatch.setattr(local, "ClientMemories", lambda *_: memories)
+    shape = two_blobs.train.input_shape
+    task = gradveil.Task(models.create("mlp", input_shape=shape, classes=2), input_shape=shape, classes=2)
+    training = dataclasses.replace(TRAINING, rounds=9)
+    result = train(task, two_blobs, defense, training, transport=transport, execution=execution)
+    assert result.fault_counts["missing"] > 10
+    assert len(gradients) == 5 * len(task.parameters)
+    for (client, name), total in gradients.items():
+        owed = memories[client][f"residual/{name}"].double()
+        torch.testing.assert_close(arrived.get((client, name), 0) + owed, total, atol=1e-4, rtol=1e-4)
+    assert not [key for client in memories for key in memories[client] if not key.startswith("residual/")]
+
+
+def test_a_client_that_fails_late_in_a_chain_takes_nothing_from_the_residual(two_blobs, monkeypatch):
+    class Overflows(gradveil.Perturbation):
+        """Fails in every second call."""
+
+        name, calls = "overflows", 0
+
+        def perturb_rows(self, rows, draws):
+            type(self).calls += 1
+            return rows * (torch.inf if type(self).calls % 2 else 1)
+
+    memories, task = ClientMemories(), normed_task(two_blobs)
+    monkeypatch.setattr(local, "ClientMemories", lambda *_: memories)
+    chain = gradveil.Chain(gradveil.defense("top-k:keep=0.1+error-feedback"), Overflows())
+    result = train(task, two_blobs, chain, dataclasses.replace(TRAINING, rounds=1), execution="loop")
+    assert result.fault_counts["not finite"] == 5
+    for client in memories:  # all of the gradient is owed, not only the nine tenths that top-k held back
+        assert (memories[client]["0/residual/3.weight"] != 0).double().mean() > 0.95
+
+
+def test_lossy_training_is_resumed_with_the_identical_weights(two_blobs, tmp_path):
+    defense, training = gradveil.defense("top-k:keep=0.1+error-feedback"), dataclasses.replace(TRAINING, rounds=8)
+    options = {"transport": lossy, "ram_bytes": 0}
+    whole = train(normed_task(two_blobs), two_blobs, defense, training, **options)
+
+    def stop(done, _rounds):
+        if done == 4:
+            raise KeyboardInterrupt
+
+    often = dataclasses.replace(training, checkpoint_every=3)
+    with pytest.raises(KeyboardInterrupt):
+        train(normed_task(two_blobs), two_blobs, defense, often, checkpoint=tmp_path, progress=stop, **options)
+    resumed = train(normed_task(two_blobs), two_blobs, defense, often, checkpoint=tmp_path, resume=True, **options)
+    assert torch.equal(weights_of(whole), weights_of(resumed))
+    assert resumed.faults == whole.faults
 
 
 class BreaksEveryFifth(StepDefense):

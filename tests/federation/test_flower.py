@@ -1,5 +1,6 @@
 """Flower: the mod, the strategy and the simulated training, with real messages; Ray only in the last test."""
 
+import copy
 import dataclasses
 import importlib
 import itertools
@@ -143,7 +144,7 @@ class LoopGrid(Grid):
 def question(instructions: dict | None = None, config: dict | None = None, kind: str = MessageType.TRAIN) -> Message:
     content = RecordDict({"arrays": start_arrays(), "config": ConfigRecord(config or {"server-round": 1})})
     if instructions is not None:
-        content["gradveil"] = ConfigRecord({"lr": LR, "announce": False, "round": 1, **instructions})
+        content["gradveil"] = ConfigRecord({"lr": LR, "announce": False, "round": 1, "used": 0, **instructions})
     return Message(content, 11, kind)
 
 
@@ -202,13 +203,108 @@ def test_error_feedback_is_kept_in_the_nodes_context():
     for number, node in enumerate((11, 12, 11, 11), start=1):
         exact = update_in(client_app(defense_mod("none"))(question({"defense": "none"}), context_of(node)))
         expected = defense.perturb(exact, memory=memories[node])
-        reply = app(question({"defense": spec, "round": number}), contexts[node])
+        used = {1: 0, 2: 0, 3: 1, 4: 3}[number]  # the round of the node's last update
+        reply = app(question({"defense": spec, "round": number, "used": used}), contexts[node])
         assert_same(update_in(reply), expected, atol=0, rtol=0)
     assert "residual/0.bias" in contexts[12].state["gradveil.memory"]
     memory = flower.memory(contexts[12])
-    assert len(memory) == len(list(memory)) == 2
+    assert len(memory) == len(list(memory)) == 4
     del memory["residual/0.bias"]
-    assert list(flower.memory(contexts[12])) == ["residual/0.weight"]
+    assert sorted(flower.memory(contexts[12])) == ["pending/0.bias", "pending/0.weight", "residual/0.weight"]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "top-k:keep=0.1+error-feedback",
+        "dual-pruning+error-feedback",
+        "aligned-dual-pruning+error-feedback",
+        "gaussian-noise:std=0.1+error-feedback",
+    ],
+)
+def test_with_error_feedback_a_reply_that_is_lost_or_refused_takes_nothing(spec):
+    """What the server used and what the node owes in the end add up to the node's updates."""
+    arrived, replies, rounds = {}, dict.fromkeys(NODES, 0), 6
+
+    def tamper(node, reply):
+        if "gradveil.update" not in reply.content:
+            return [reply]
+        number, replies[node] = replies[node], replies[node] + 1
+        if (number + node) % 3 == 0 and number < rounds - 1:  # all arrive in the last round, so nothing is pending
+            return [] if number % 2 else [damaged(reply)]
+        received = wire.decode(reply.content["gradveil.update"]["bytes"].data, sets[-1])
+        for name, value in received.items():
+            arrived[node, name] = arrived.get((node, name), 0) + value.double()
+        return [reply]
+
+    class Watched(GradveilStrategy):
+        def configure_train(self, *args):
+            asked = super().configure_train(*args)
+            sets.append(self._round.server.locations)
+            return asked
+
+    sets = []
+    inner = FedAvg(min_train_nodes=3, fraction_evaluate=0.0)
+    server = Watched(inner, spec, lr=LR)
+    _, grid = run(server, client_app(defense_mod(spec, lr=LR, clip=None)), rounds=rounds, tamper=tamper)
+    assert len(server.faults) >= 4
+    assert set(replies.values()) == {rounds}
+    for node in NODES:
+        memory = flower.memory(grid.contexts[node])
+        for name, value in gradient(node).items():
+            owed = arrived[node, name] + memory[f"residual/{name}"]
+            torch.testing.assert_close(owed, rounds * value.double(), atol=1e-4, rtol=1e-4)
+
+
+def damaged(reply: Message) -> Message:
+    """The reply with bytes that are no update."""
+    reply = copy.copy(reply)
+    reply.content = RecordDict({**reply.content, "gradveil.update": bytes_record(b"nothing")})
+    return reply
+
+
+def test_a_client_that_was_not_told_takes_its_update_to_have_arrived():
+    spec = "top-k:keep=0.1+error-feedback"
+    app, context, memory = client_app(defense_mod(spec, lr=LR, send="dense")), context_of(), {}
+    for number in (1, 2, 3):
+        before = {name: value.clone() for name, value in flower.memory(context).items()}
+        app(question(config={"server-round": number}), context)
+        gradveil.defense(spec).perturb(gradient(11), memory=memory)
+    assert before
+    for name, value in memory.items():
+        torch.testing.assert_close(flower.memory(context)[name], value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("announce", [False, True])
+def test_what_the_server_used_last_decides_what_is_owed(announce):
+    """Also if the server asks for an announcement first, and if a message in between never reached the client."""
+    spec = "aligned-dual-pruning+error-feedback"
+    defense, app = gradveil.defense(spec), client_app(defense_mod(spec, lr=LR))
+    defense = str(defense)
+    for used, factor in ((2, None), (1, 2), (0, 2)):
+        context = context_of()
+        app(question({"defense": defense, "round": 2}), context)
+        held = flower.memory(context)["residual/0.bias"].clone()
+        if announce:
+            app(question({"defense": defense, "round": 5, "used": used, "announce": True}), context)
+        app(question({"defense": defense, "round": 5, "used": used}), context)
+        memory = flower.memory(context)
+        total = memory["residual/0.bias"] + memory["pending/0.bias"]
+        expected = gradient(11)["0.bias"] + held if factor is None else factor * gradient(11)["0.bias"]
+        torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_own_train_functions_settle_with_answer_once():
+    defense, context = gradveil.defense("top-k:keep=0.1+error-feedback"), context_of()
+    for number, used in ((1, 0), (2, 0)):
+        asked = question({"defense": str(defense), "round": number, "used": used})
+        flower.answer_once(asked, context, defense=defense)
+        if number == 1:
+            defense.perturb(gradient(11), memory=flower.memory(context))
+    memory = flower.memory(context)
+    assert sorted(memory) == ["residual/0.bias", "residual/0.weight"]
+    for name, value in gradient(11).items():
+        torch.testing.assert_close(memory[f"residual/{name}"], value)
 
 
 def test_dense_replies_suit_any_strategy():
@@ -531,7 +627,7 @@ def test_a_lying_publisher_is_refused_and_the_next_one_elected():
     result, _ = run(strategy, client_app(defense_mod("aligned-dual-pruning", lr=LR)), tamper=tamper)
     [fault] = strategy.faults
     assert fault.client == first[0]
-    assert "may mark 800 locations, got 2000" in fault.reason
+    assert "must mark 800 locations, got 2000" in fault.reason
     assert result.train_metrics_clientapp[1]["gradveil-refused"] == 1
 
 

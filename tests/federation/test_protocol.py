@@ -43,6 +43,10 @@ def too_many(_client):
     return {"w": torch.ones(10, dtype=torch.bool)}
 
 
+def too_few(_client):
+    return {"w": torch.zeros(10, dtype=torch.bool)}
+
+
 def another_size(_client):
     return wire.encode_locations({"w": torch.zeros(1_000_000, dtype=torch.bool)})
 
@@ -62,11 +66,13 @@ def silent(_client):
 @pytest.mark.parametrize(
     ("first", "kind", "words"),
     [
-        (too_many, "malformed", "may mark 4 locations, got 10"),
+        (too_many, "malformed", "must mark 4 locations, got 10"),
+        (too_few, "malformed", "must mark 4 locations, got 0"),
         (another_size, "malformed", r"expected bool \[10\] as layer 'w', got bool \[1000000\]"),
         (another_layer, "malformed", r"differs in \['v', 'w'\]"),
         (no_locations, "malformed", "it holds an update"),
         (silent, "missing", "no announcement"),
+        (lambda _client: None, "missing", "no announcement"),
     ],
 )
 def test_if_an_announcement_is_refused_the_next_client_is_elected(first, kind, words):

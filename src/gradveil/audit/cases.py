@@ -24,7 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gradveil import metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
-from gradveil.audit.rows import NORMS
+from gradveil.audit.rows import NORMS, PUBLISHERS
 from gradveil.core import checks
 from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.randomness import derived_generator
@@ -32,12 +32,20 @@ from gradveil.core.registry import parse_spec
 from gradveil.core.tensors import first_mismatch
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
-from gradveil.federation.job import as_batch
+from gradveil.federation.job import as_batch, split_public
 from gradveil.task import Task
-from gradveil.update import LocalSteps, Rounds, Update, compute_update
+from gradveil.update import Announced, LocalSteps, Rounds, Update, compute_update
 
 Batch = tuple[Tensor, Tensor]
 Memory = dict[str, Tensor]
+
+PUBLISHED_BY = {
+    "honest": "attacked as ordinary clients, inside what another, honest client announced for the round.",
+    "lying": "attacked as ordinary clients, inside what a liar announced for the round: another client that passes its "
+    "smallest values off as its largest.",
+    "victim": "attacked as the clients that announce for the round, each inside what it announced itself.",
+}
+"""What readers of the figures of a defense that announces must know, by the publisher of the case."""
 
 
 def build_task(
@@ -125,6 +133,8 @@ class Victims:
         targets: ``[victims, examples, *target_shape]``.
         clients: how many clients hold a victim's examples between them and send in the same round.
         first: number of the first of these victims in the whole audit; random draws derive from it.
+        publishers: for each victim, the examples of another client, which announces for the victim's rounds if the
+            defense needs that, as inputs and targets ``[victims, examples, ...]``; None: there is no such client.
 
     Example:
         >>> victims = Victims(torch.zeros(3, 4, 1, 8, 8), torch.zeros(3, 4, dtype=torch.long), clients=2)
@@ -136,6 +146,7 @@ class Victims:
     targets: Tensor
     clients: int = 1
     first: int = 0
+    publishers: Batch | None = None
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -148,14 +159,23 @@ class Victims:
     def part(self, chosen: range) -> "Victims":
         """A range of consecutive victims."""
         rows = slice(chosen.start, chosen.stop)
-        return Victims(self.inputs[rows], self.targets[rows], self.clients, self.first + chosen.start)
+        publishers = None if self.publishers is None else (self.publishers[0][rows], self.publishers[1][rows])
+        return Victims(self.inputs[rows], self.targets[rows], self.clients, self.first + chosen.start, publishers)
 
     def batches(self, victim: int) -> list[Batch]:
         """The examples that each client of a victim holds."""
         return list(zip(self.inputs[victim].chunk(self.clients), self.targets[victim].chunk(self.clients), strict=True))
 
 
-def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: int = 1, seed: int = 0) -> Victims:
+def choose_victims(
+    split: Split,
+    victims: int,
+    batch_size: int = 1,
+    *,
+    clients: int = 1,
+    seed: int = 0,
+    publishers: Split | None = None,
+) -> Victims:
     """Choose random victims from a split, the same for the same seed.
 
     Args:
@@ -164,6 +184,8 @@ def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: 
         batch_size: examples behind each update.
         clients: clients behind each victim.
         seed: seed of the choice.
+        publishers: the training split, which has the examples of the clients that announce for the victims' rounds;
+            those that are public are left out. Needed for defenses that announce, unless the victims do it themselves.
     """
     shape = victims, clients * batch_size
     wanted = math.prod(shape)
@@ -174,7 +196,25 @@ def choose_victims(split: Split, victims: int, batch_size: int = 1, *, clients: 
         )
     order = torch.randperm(len(split), generator=derived_generator(seed, "victims"))
     inputs, targets = split.batch(order[:wanted])
-    return Victims(inputs.view(*shape, *inputs.shape[1:]), targets.view(*shape, *targets.shape[1:]), clients)
+    chosen = Victims(inputs.view(*shape, *inputs.shape[1:]), targets.view(*shape, *targets.shape[1:]), clients)
+    return (
+        chosen if publishers is None else replace(chosen, publishers=_publishers(publishers, victims, batch_size, seed))
+    )
+
+
+def _publishers(split: Split, victims: int, batch_size: int, seed: int) -> Batch:
+    """For each victim, the examples of another client, drawn from those that are not public."""
+    _, private = split_public(split, seed)
+    if batch_size > len(private):
+        raise ParameterError(
+            f"audit: a client that announces needs {batch_size} training {split.modality.unit}s that are not public, "
+            f"there are {len(private)}; ask for a smaller batch"
+        )
+    generator = derived_generator(seed, "publishers")
+    drawn = [private[torch.randperm(len(private), generator=generator)[:batch_size]] for _ in range(victims)]
+    inputs, targets = split.batch(torch.cat(drawn))
+    shape = victims, batch_size
+    return inputs.view(*shape, *inputs.shape[1:]), targets.view(*shape, *targets.shape[1:])
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,6 +265,9 @@ class Case:
         rounds: how many rounds of each victim, on the same data, the attacker observes.
         server_lr: learning rate of the server's step along the mean update between these rounds.
         seed: everything random derives from it.
+        publisher: who announces for the victims' rounds, if the defense needs that: ``"honest"``: another client;
+            ``"lying"``: another client, which passes its smallest values off as its largest; ``"victim"``: the first
+            client of the victim, inside whose own announcement it is then attacked.
     """
 
     prepared: PreparedDefense
@@ -236,6 +279,10 @@ class Case:
     rounds: int = 1
     server_lr: float = 0.1
     seed: int = 0
+    publisher: str = "honest"
+
+    def __post_init__(self) -> None:
+        checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
 
     def threat(self, batch_size: int, targets: Tensor) -> ThreatModel:
         """What the attacker may know about updates of `batch_size` examples, whose labels are `targets`."""
@@ -318,13 +365,7 @@ def _share_round(
     round_path = (number,) if number else ()  # the first round draws as in an audit of one round
     tasks = [case.attack.for_client(task, first + client) for client in range(victims.clients)]
     batches = [as_batch(task, batch) for batch in victims.batches(victim)]
-    announced = defense.announce(
-        tasks[0],
-        *batches[0],
-        generator=case.randomness("announce", str(defense), first, *round_path),
-        memory=memories[0],
-        local=case.local,
-    )
+    announced = _announcement(case, tasks[0], victim, memories[0], round_path) if defense.announces else None
     updates = [
         defense.share(
             client_task,
@@ -337,6 +378,35 @@ def _share_round(
         for client, (client_task, batch, memory) in enumerate(zip(tasks, batches, memories, strict=True))
     ]
     return updates, tasks
+
+
+def _announcement(case: Case, task: Task, victim: int, memory: Memory, round_path: tuple[int, ...]) -> Announced | None:
+    """What the publisher of the case announces for a victim's round; another client does so in its first round."""
+    defense, victims = case.prepared.defense, case.victims
+    number = (victims.first + victim) * victims.clients
+    generator = case.randomness("announce", str(defense), number, *round_path)
+    if case.publisher == "victim":
+        batch = as_batch(task, victims.batches(victim)[0])
+        return defense.announce(task, *batch, generator=generator, memory=memory, local=case.local)
+    if victims.publishers is None:
+        raise ParameterError(
+            f"audit: under {defense.name} another client announces for the victims' rounds, and there is none; "
+            'write choose_victims(..., publishers=dataset.train), or Case(..., publisher="victim")'
+        )
+    inputs, targets = victims.publishers
+    batch = as_batch(task, (inputs[victim], targets[victim]))
+    if case.publisher == "honest":
+        return defense.announce(task, *batch, generator=generator, memory={}, local=case.local)
+    honest = compute_update(task, *batch, local=case.local, generator=generator)
+    # The reciprocal reverses the order of the magnitudes; the summand keeps that of a zero finite.
+    announced = defense.publish({name: 1 / (value.abs() + 1e-30) for name, value in honest.items()}, {})
+    if announced is None:
+        raise ParameterError(
+            f"audit: publisher=lying needs a defense that makes its announcement from gradients, got {defense.name}, "
+            "which makes it from data; use publisher=honest or publisher=victim"
+        )
+    defense.check_announced(announced, task.parameters)  # a lie that the server refuses would show nothing
+    return announced
 
 
 def _power(case: Case, tasks: Sequence[Task], victim: int, visible: Sequence[Update]) -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
 from gradveil.audit.match import Price
-from gradveil.audit.rows import NORMS, SETTINGS, Settings, with_lists, with_tuples
+from gradveil.audit.rows import NORMS, PUBLISHERS, SETTINGS, Settings, with_lists, with_tuples
 from gradveil.audit.store import command_line, read_json
 from gradveil.core import checks
 from gradveil.core.errors import ParameterError
@@ -49,6 +49,10 @@ class AuditConfig(Settings):
         local_lr: FedAvg: learning rate of the local steps.
         observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
             a step of `lr` along the mean update.
+        publisher: who announces for the victims' rounds, under defenses in which a client does: ``"honest"``: another
+            client, as it should; ``"lying"``: another client, which passes its smallest values off as its largest;
+            ``"victim"``: the victim itself, which thereby tells more than the others. In the training everybody is
+            honest.
         weights: safetensors file of the user's own weights; None: the initial ones.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
@@ -71,6 +75,7 @@ class AuditConfig(Settings):
         LocalSteps(epochs, self.local_batch, self.local_lr)  # checks its arguments
         if self.norms is not None:
             checks.choice("audit", "norms", self.norms, NORMS)
+        checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
         checks.integer("audit", "seed", self.seed, low=0)
         given = [name for name in ("match", "weights") if getattr(self, name) is not None]
         for name in ("dataset", "model", "labels", "device", *given):
@@ -84,6 +89,11 @@ class AuditConfig(Settings):
         checks.number("audit", "lr", self.lr, above=0)
         # Building each method checks its name and parameters before anything runs.
         defenses = _unique("defense", [str(create_defense(spec)) for spec in self.defenses])
+        if self.publisher != "honest" and not any(create_defense(spec).announces for spec in defenses):
+            raise ParameterError(
+                f"audit: publisher={self.publisher} is about defenses in which a client publishes something, such as "
+                "aligned-dual-pruning, and none of them is audited; leave it out"
+            )
         attacks = _unique("attack", [str(create_attack(spec)) for spec in self.attacks])
         if not attacks:
             raise ParameterError("audit: expected at least one attack, got none")

@@ -14,7 +14,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 2
+VERSION = 3
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -25,6 +25,7 @@ DEFENSES = (
 )
 ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
 NORMS = ("train", "inference")
+PUBLISHERS = ("honest", "lying", "victim")
 
 
 def _field(kind: Kind | Callable[[Sequence[Metric]], Kind], default: Any = dataclasses.MISSING) -> Any:
@@ -71,6 +72,7 @@ class Settings:
     local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
     observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
+    publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)

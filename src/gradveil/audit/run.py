@@ -206,7 +206,12 @@ class Subject:
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         torch.set_num_threads(choose_threads(task.size))
         victims = cases.choose_victims(
-            dataset.test, config.victims, config.batch_size, clients=config.aggregated, seed=config.seed
+            dataset.test,
+            config.victims,
+            config.batch_size,
+            clients=config.aggregated,
+            seed=config.seed,
+            publishers=dataset.train,
         )
         modality, train_split = task.modality, dataset.train
         one = victims.inputs[0, :1]
@@ -246,6 +251,7 @@ class Subject:
             labels=config.labels,
             local=config.local,
             rounds=config.observed_rounds,
+            publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
         )
@@ -266,6 +272,10 @@ class Subject:
         """What config.json holds: the config and the facts of this run."""
         config = self.config
         methods = [*map(create_defense, config.defenses), *map(create_attack, config.attacks)]
+        caveats = {str(method): list(method.caveats) for method in methods}
+        for defense in map(create_defense, config.defenses):
+            if defense.announces:
+                caveats[str(defense)].append(cases.PUBLISHED_BY[config.publisher])
         return {
             "gradveil": gradveil.__version__,
             "version": VERSION,
@@ -278,7 +288,7 @@ class Subject:
                 if True in self.attackers(create_defense(spec), attack)
             ],
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
-            "caveats": {str(method): list(method.caveats) for method in methods if method.caveats},
+            "caveats": {spec: sentences for spec, sentences in caveats.items() if sentences},
             "dataset_source": self.dataset.source,
             "data_digest": data_digest(self.dataset),
             "modality": self.task.modality.name,

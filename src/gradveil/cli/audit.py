@@ -84,6 +84,14 @@ def audit(
     observed_rounds: Annotated[
         int | None, _setting("observed_rounds", "Rounds of each victim, on the same data, that the attacker sees.")
     ] = None,
+    publisher: Annotated[
+        str | None,
+        _setting(
+            "publisher",
+            "Who announces under aligned-dual-pruning. honest: another client; lying: another client, the locations of "
+            "its smallest values; victim: the client that is attacked.",
+        ),
+    ] = None,
     weights: Annotated[
         str | None, _setting("weights", "Your own weights, a .safetensors file.", "the model's initial weights")
     ] = None,

@@ -11,7 +11,7 @@ from gradveil.core.errors import InputError
 from gradveil.core.parameters import number
 from gradveil.core.randomness import Draws
 from gradveil.defenses._selection import keep_ranks, largest, share_of
-from gradveil.defenses.base import DEFENSES, Perturbation
+from gradveil.defenses.base import DEFENSES, Perturbation, checked_gradients
 from gradveil.defenses.knowledge import Knowledge, read_arrived
 from gradveil.task import Task
 from gradveil.update import Announced, LocalSteps, Memory, ServerRound, Update
@@ -30,13 +30,16 @@ class AlignedDualPruning(Perturbation):
     3. The server averages and returns the values inside I, nothing else (`aggregate`). Since both sides know I, the
        aggregate needs no positions at all, and the updates only say which part of I they fill.
 
-    An announcement that does not fit the model or marks too many locations is refused, and another client is elected. A
-    well-formed lie cannot be told from the truth: a client that publishes the locations of its *smallest* values makes
-    everyone's update nearly useless for that round (a limitation that the paper names; error feedback brings the values
-    back in honest rounds). The announcement also tells the server where the publisher's largest values lie, including
-    those that pruning withholds: the publisher pays for the others' smaller download.
+    An announcement that does not fit the model, or marks more or fewer locations than step 1 says, is refused, and
+    another client is elected; if all are refused, every client uses its own set, as it does without an announcement
+    (``announced=None``). A well-formed lie cannot be told from the truth: a client that publishes the locations of its
+    *smallest* values makes everyone's update nearly useless for that round (a limitation that the paper names; error
+    feedback brings the values back in honest rounds). The announcement also tells the server where the publisher's
+    largest values lie, including those that pruning withholds: the publisher pays for the others' smaller download.
+    Audits attack ordinary clients inside the set of another, honest client; ``--publisher lying`` has a liar publish,
+    ``--publisher victim`` the victim itself.
 
-    A client without an announcement (``announced=None``) uses its own set. Ties are broken by position.
+    Ties are broken by position.
 
     Args:
         k1: share of the largest values that every client withholds.
@@ -65,27 +68,30 @@ class AlignedDualPruning(Perturbation):
 
     def publish(self, gradients: Mapping[str, Tensor], memory: Memory | None = None) -> Announced:
         """The location set I, as one mask per layer."""
+        checked_gradients(self.name, gradients)
         return {name: self._own_set(value.reshape(1, -1)).reshape(value.shape) for name, value in gradients.items()}
 
     def check_announced(self, announced: Announced | None, parameters: Mapping[str, Tensor]) -> None:
-        """Refuse a set with other layers, shapes or types, or a larger one than `publish` makes."""
+        """Refuse a set with other layers, shapes or types, or of another size than `publish` makes."""
         if announced is None:
             return
+        if not isinstance(announced, Mapping):
+            raise InputError(f"{self.name}: expected a location set by layer, got {type(announced).__name__}")
         if announced.keys() != parameters.keys():
-            differing = sorted(announced.keys() ^ parameters.keys())
+            differing = sorted(map(str, announced.keys() ^ parameters.keys()))
             raise InputError(
                 f"{self.name}: expected a location set for each layer of the model, but it differs in {differing}"
             )
         for name, mask in announced.items():
             expected = parameters[name]
-            if mask.dtype != torch.bool or mask.shape != expected.shape:
+            if not _is_mask(mask) or mask.shape != expected.shape:
                 raise InputError(
                     f"{self.name}: expected for {name!r} a mask (torch.bool) of shape {list(expected.shape)}, "
-                    f"got {mask.dtype} of shape {list(mask.shape)}"
+                    f"got {_described(mask)}"
                 )
-            limit, marked = self._set_size(expected.numel()), int(mask.sum())
-            if marked > limit:
-                raise InputError(f"{self.name}: the set of {name!r} may mark {limit} locations, got {marked}")
+            size, marked = self._set_size(expected.numel()), int(mask.sum())
+            if marked != size:
+                raise InputError(f"{self.name}: the set of {name!r} must mark {size} locations, got {marked}")
 
     def locations(self, announced: Announced | None) -> Announced | None:
         """The announced set: all updates and the aggregate are zero outside it."""
@@ -129,3 +135,22 @@ class AlignedDualPruning(Perturbation):
         sent = torch.zeros_like(rows)
         sent[:, marked] = inside
         return sent
+
+
+def _is_mask(value: object) -> bool:
+    """Whether it is a mask that values can be chosen with; a sparse or nested one, or one without values, cannot."""
+    return (
+        isinstance(value, Tensor)
+        and value.dtype == torch.bool
+        and value.layout == torch.strided
+        and not value.is_meta
+        and not value.is_nested
+    )
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_nested or value.layout != torch.strided or value.is_meta:
+        return f"a tensor that is nested, sparse or without values ({value.layout} on {value.device})"
+    return f"{value.dtype} of shape {list(value.shape)}"

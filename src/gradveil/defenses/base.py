@@ -35,6 +35,7 @@ _HOOK_FOR = {
     "announce": "make_announcement",
     "perturb": "perturb_gradients",
     "aggregate": "combine",
+    "take_back": "settle",
 }
 """The method that users call, and the hook behind it that a defense overrides."""
 
@@ -60,7 +61,8 @@ class Defense(Method, ABC):
     other one implements `make_update`.
 
     Users call `share`, `announce`, `perturb` and `aggregate`. A defense overrides the hooks behind them, each of which
-    takes one object: `make_update`, `make_announcement`, `perturb_gradients` and `combine`.
+    takes one object: `make_update`, `make_announcement`, `perturb_gradients` and `combine`. Whoever learns that an
+    update was lost calls `take_back`, whose hook is `settle`.
 
     The attributes below declare what a defense can do and what it needs. Code that composes or runs defenses relies on
     them, never on which methods a class happens to have. `gradveil.defenses.composition` says how they compose.
@@ -88,6 +90,8 @@ class Defense(Method, ABC):
     has_adaptive_attacker: bool = False
     """`adapt` says how an attacker uses knowledge of the defense; otherwise only the generic adaptive attacker exists,
     which averages over simulated draws."""
+    removes_noise: bool = False
+    """Its server removes noise, whose variance it knows only as long as the noise of every update is fresh."""
     explained_by_noise: bool = False
     """Apart from noise of known variance, it sends exactly what the first form of `adapt` expects."""
 
@@ -166,6 +170,14 @@ class Defense(Method, ABC):
         """The defended gradients, for defenses that need only gradients; `gradients` is not changed."""
         return self.perturb_gradients(gradients, ClientState(generator=generator, memory=memory, announced=announced))
 
+    def take_back(self, memory: Memory) -> None:
+        """Say that the last update made with this memory was lost: what it carried is owed to the server again.
+
+        Only error feedback owes anything; for any other defense this does nothing. Without this call an update is
+        taken to have arrived.
+        """
+        self.settle(memory, arrived=False)
+
     def aggregate(
         self,
         updates: Sequence[Update],
@@ -213,6 +225,9 @@ class Defense(Method, ABC):
     def residuals(self, memory: Memory) -> Iterator[Memory]:
         """The parts of a client's memory in which error feedback keeps what was not sent, layer by layer."""
         return iter(())
+
+    def settle(self, memory: Memory, *, arrived: bool) -> None:
+        """Learn whether the last update made with this memory reached the server; a second call changes nothing."""
 
     # -- what is known about the defense -----------------------------------------------------------------------------
 

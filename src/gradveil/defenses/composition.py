@@ -27,6 +27,7 @@ _LAWS: dict[str, Callable[[Sequence[Defense]], bool]] = {
     "aggregates": lambda parts: any(part.aggregates for part in parts),
     "adds_noise": lambda parts: any(part.adds_noise for part in parts),
     "keeps_zeros": lambda parts: all(part.keeps_zeros for part in parts),
+    "removes_noise": lambda parts: any(part.removes_noise for part in parts),
     # The attacker reads the update as the last part says; what the parts before it send must be explained by noise.
     "has_adaptive_attacker": lambda parts: (
         all(part.has_adaptive_attacker for part in parts) and all(part.explained_by_noise for part in parts[:-1])
@@ -176,6 +177,13 @@ class Chain(Composition, composed=True):
         for index, part in enumerate(self.parts):
             yield from part.residuals(scoped(memory, str(index)))
 
+    def settle(self, memory: Memory, *, arrived: bool) -> None:
+        """The last part with error feedback takes back what it was given; the parts before it delivered it that far."""
+        for index, part in reversed(list(enumerate(self.parts))):
+            own = scoped(memory, str(index))
+            part.settle(own, arrived=arrived)
+            arrived = arrived or any(True for _ in part.residuals(own))
+
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """Read the update as against the last part, given what the parts before it are expected to send."""
         if not self.has_adaptive_attacker:
@@ -220,6 +228,18 @@ class ErrorFeedback(Composition, composed=True):
     inner defense adds noise, the noise cancels over the rounds. Error feedback restores utility, not privacy: the inner
     defense's (epsilon, delta), reconstruction bound and zeros no longer hold.
 
+    A message that is lost takes nothing from the residual: after ``defense.take_back(memory)`` it is P, everything that
+    was held back or sent in that round. For this, what of P is not in the new residual (what was sent, and what `decay`
+    or `clip` forgot) is kept under ``pending/<layer>`` until the next round, or until somebody says that the update
+    arrived (`settle`). That doubles the memory for so long; on disk it is as sparse as what was sent. The engines and
+    the Flower mod make these calls themselves.
+
+    A defense whose server removes noise (`risk-slicing` with ``compensate``) is refused. With fresh noise :math:`z_t`
+    on a share q of the values, a client whose last update arrived sends :math:`g_t + z_t - decay \cdot z_{t-1}`, whose
+    noise has variance :math:`q \, std^2 (1 + decay^2)`; that of a client without a residual has :math:`q \, std^2`, and
+    with `clip` it depends on the data. A server cannot tell from an update which of these it is, so there is no
+    variance that it could rightly assume.
+
     Around dual pruning the plain form starves the largest coordinates: they are held back, so their residual grows,
     so they stay the largest. Two remedies bound the residual: `decay` forgets a share of it every round, and `clip`
     limits it, in each layer and round, to a multiple of the largest magnitude sent, so that what was held back at the
@@ -252,10 +272,15 @@ class ErrorFeedback(Composition, composed=True):
     clip: float | None = number(None, above=0)
 
     def check(self) -> None:
-        """Refuse a defense that needs data."""
+        """Refuse a defense that needs data, and one whose server removes noise that it takes to be fresh."""
         if not self.inner.gradient_only:
             raise ParameterError(
                 f"error-feedback: the inner defense must need only gradients, got {self.inner.name}, which needs data"
+            )
+        if self.inner.removes_noise:
+            raise ParameterError(
+                f"error-feedback: the server of {self.inner.name} removes noise and expects it to be fresh, but error "
+                "feedback sends the noise of earlier rounds again with opposite sign; use compensate=false"
             )
 
     def __post_init__(self) -> None:
@@ -299,8 +324,21 @@ class ErrorFeedback(Composition, composed=True):
         assert memory is not None
         sent = self.inner.perturb_gradients(corrected, _for_part(client, "inner"))
         for name, value in corrected.items():
-            memory[f"residual/{name}"] = self._residual((value - sent[name]).detach(), sent[name])
+            kept = self._residual((value - sent[name]).detach(), sent[name])
+            memory[f"residual/{name}"], memory[f"pending/{name}"] = kept, value.detach() - kept
         return sent
+
+    def settle(self, memory: Memory, *, arrived: bool) -> None:
+        """Drop what is pending, or give it back to the residual, which is then gradient + residual of that round.
+
+        Error feedback inside this one has delivered to it, whether or not the update arrived.
+        """
+        residual, pending = scoped(memory, "residual"), scoped(memory, "pending")
+        for name in list(pending):
+            value = pending.pop(name)
+            if not arrived:
+                residual[name] = residual[name] + value
+        self.inner.settle(scoped(memory, "inner"), arrived=True)
 
     def _add_residuals(self, gradients: Mapping[str, Tensor], memory: Memory | None) -> dict[str, Tensor]:
         if memory is None:

@@ -95,6 +95,11 @@ class RiskSlicing(Defense):
         return self.clip is None
 
     @property
+    def removes_noise(self) -> bool:  # type: ignore[override]
+        """Whether the server compensates, and expects the noise of every update to be fresh."""
+        return self.compensate
+
+    @property
     def noisy_slices(self) -> int:
         """Number of slices that get noise in a round."""
         return max(1, share_of(self.ratio, self.slices, math.floor))

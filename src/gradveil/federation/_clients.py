@@ -100,6 +100,7 @@ class Clients:
         execution: ``"loop"``: client by client; ``"batch"``: one vmapped program; ``"compile"``: that program compiled;
             ``"auto"``: see `choose_execution`.
         cache_bytes: how much memory the activations of one chunk of clients may take.
+        lossless: whether every update is sure to arrive; if not, the engine says which ones did (`Defense.settle`).
 
     Example:
         >>> import gradveil
@@ -119,6 +120,7 @@ class Clients:
         training: Training,
         execution: str = "auto",
         cache_bytes: int = CACHE_BYTES,
+        lossless: bool = True,
     ) -> None:
         checks.choice("train", "execution", execution, EXECUTIONS)
         self.execution = choose_execution(task, defense, training) if execution == "auto" else execution
@@ -127,7 +129,7 @@ class Clients:
                 f"train: clients under {defense.name} cannot be batched, because it needs more than gradients; "
                 "use execution='loop' or 'auto'"
             )
-        self._defense, self._training = defense, training
+        self._defense, self._training, self._lossless = defense, training, lossless
         values = _examples_per_step(training) * (math.prod(task.input_shape) + task.activations)
         activation_bytes = 3 * values * task.dtype.itemsize  # forward, backward, and copies
         model_bytes = 6 * task.size * task.dtype.itemsize  # weights, gradients, velocities and a defense's copies
@@ -167,7 +169,7 @@ class Clients:
                 else:
                     self._share_one(shared, client, client_round)
             except NotFiniteError as error:
-                shared.failed[client] = str(error)
+                self._fail(shared, client, client_round, error)
 
     def _share_one(self, shared: Shared, client: int, client_round: ClientRound) -> None:
         """Add the update of one client whose defense computes the gradients of every step itself."""
@@ -177,14 +179,19 @@ class Clients:
             checked_gradients(self._defense.name, update)
         shared.gradient_seconds += min(undefended, took.seconds)
         shared.defense_seconds += max(0.0, took.seconds - undefended)
-        shared.updates[client] = update
+        self._send(shared, client, update, client_round)
 
     def _defend_one(self, shared: Shared, client: int, honest: Update, client_round: ClientRound) -> None:
         with timed(client_round.task.device) as took:
             update = self._defense.perturb_gradients(honest, client_round)
             checked_gradients(self._defense.name, update)
         shared.defense_seconds += took.seconds
+        self._send(shared, client, update, client_round)
+
+    def _send(self, shared: Shared, client: int, update: Update, client_round: ClientRound) -> None:
         shared.updates[client] = update
+        if self._lossless:
+            self._settle(client_round, arrived=True)
 
     def _share_together(self, shared: Shared, clients: Sequence[int], make_round: MakeRound) -> None:
         client_rounds = [make_round(client) for client in clients]
@@ -198,7 +205,7 @@ class Clients:
                 try:
                     self._defend_one(shared, client, honest, client_rounds[row])
                 except NotFiniteError as error:
-                    shared.failed[client] = str(error)
+                    self._fail(shared, client, client_rounds[row], error)
             return
         assert isinstance(self._defense, Perturbation)
         try:
@@ -211,6 +218,14 @@ class Clients:
         for row, client in enumerate(clients):
             shared.updates[client] = Update({name: value[row] for name, value in defended.items()}, metas[row])
         shared.defense_seconds += took.seconds
+
+    def _fail(self, shared: Shared, client: int, client_round: ClientRound, error: NotFiniteError) -> None:
+        shared.failed[client] = str(error)
+        self._settle(client_round, arrived=False)  # a part of a chain may have been ready before another one failed
+
+    def _settle(self, client_round: ClientRound, *, arrived: bool) -> None:
+        if client_round.memory is not None:
+            self._defense.settle(client_round.memory, arrived=arrived)
 
     def _measure_undefended(self, client_round: ClientRound) -> float:
         """Time a client's gradients or local steps without a defense; measured once, on the first client."""

@@ -72,7 +72,7 @@ def train(
     with nullcontext() if checkpoint is None else training_folder(checkpoint, resume=resume):
         job = Job.prepare(task, dataset, defense, training)
         training = job.training
-        clients = Clients(job.task, job.defense, training, execution)
+        clients = Clients(job.task, job.defense, training, execution, lossless=transport is None)
         state = State(
             job.task.parameters,
             job.task.buffers,
@@ -154,7 +154,7 @@ class _Federation:
         if not shared.updates:
             state.diverged = number
             return None
-        updates = self._arrived(server, shared)
+        updates = self._arrived(server, shared, state)
         upload = download = math.nan
         with timed(device) as aggregating:
             if updates:
@@ -196,8 +196,8 @@ class _Federation:
             local=self.job.training.local,
         )
 
-    def _arrived(self, server: OpenRound[Update], shared: Shared) -> list[Update]:
-        """The updates that the server accepts; those missing or refused are noted as faults."""
+    def _arrived(self, server: OpenRound[Update], shared: Shared, state: State) -> list[Update]:
+        """The updates that the server accepts; those missing or refused are noted as faults and taken back."""
         for update in shared.updates.values():
             update.meta.round = server.number
         if self.transport is None:
@@ -206,7 +206,10 @@ class _Federation:
             sent = wire.encode(update, locations=server.locations)
             for message in self.transport(server.number, client, sent):
                 server.receive(client, partial(server.read, message))
-        return list(server.close().values())
+        accepted = server.close()
+        for client in shared.updates:
+            self.job.defense.settle(state.memories[client], arrived=client in accepted)
+        return list(accepted.values())
 
 
 def _bytes(updates: Sequence[Update], aggregate: Update, locations: Announced | None) -> tuple[float, float]:

@@ -133,12 +133,16 @@ class OpenRound(Replies[T]):
     def elect(self, ask: Callable[[int], bytes | Announced | None]) -> None:
         """Ask the first client to announce; if its announcement is refused, ask the next one, and so on.
 
+        If all are refused, the round goes on without an announcement, which every defense can do.
+
         Args:
             ask: returns one client's announcement; raises `Refused` or `GradveilError` if there is none.
         """
         for client in self.clients if self.defense.announces else ():
             try:
                 announced = ask(client)
+                if announced is None:
+                    raise Refused(MISSING, "no announcement")
                 if isinstance(announced, bytes):
                     announced = wire.decode_locations(announced, like=self.parameters)
                 self.defense.check_announced(announced, self.parameters)

@@ -12,10 +12,11 @@ and one line on the server::
 clients only from a server that sends the app which the client's owner has accepted: nodes must run only accepted apps,
 which `gradveil.federation.supernode` enforces.
 
-**What is sent.** The server's train message has up to two more records: ``gradveil`` (round, learning rate, defense)
-and, if a client announced locations, ``gradveil.locations``. The reply has ``gradveil.update``, the bytes of
-`update.wire`, in place of the trained arrays; Flower chunks and carries them like any array. The reply also holds
-``num-examples`` and the metrics that the client lists, exactly as the app made them: nothing protects those.
+**What is sent.** The server's train message has up to two more records: ``gradveil`` (round, learning rate, defense,
+and the round in which the client's update was last used) and, if a client announced locations, ``gradveil.locations``.
+The reply has ``gradveil.update``, the bytes of `update.wire`, in place of the trained arrays; Flower chunks and carries
+them like any array. The reply also holds ``num-examples`` and the metrics that the client lists, exactly as the app
+made them: nothing protects those.
 
 **Which arrays are defended.** All floating-point ones, except for the statistics that the client names, which are sent
 as they are. Other arrays (whole numbers) must come back unchanged.

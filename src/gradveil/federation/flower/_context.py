@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradveil.core import checks
 from gradveil.core.errors import InputError
+from gradveil.defenses import Defense
 from gradveil.federation.flower._messages import Instructions
 
 MEMORY = "gradveil.memory"
@@ -116,7 +117,9 @@ class Ledger:
         context.state[ROUNDS] = ConfigRecord(dataclasses.asdict(self))
 
 
-def answer_once(message: Message, context: Context, *, rounds: int | None = None) -> None:
+def answer_once(
+    message: Message, context: Context, *, rounds: int | None = None, defense: Defense | None = None
+) -> None:
     """Raise `InputError` for a train message of a round that this client has answered already.
 
     Call it in the first line of train functions that call `reply` themselves; `defense_mod` does the same by itself.
@@ -125,6 +128,8 @@ def answer_once(message: Message, context: Context, *, rounds: int | None = None
         message: the train message.
         context: the node's context; the answered rounds are kept in its state.
         rounds: how many rounds this client answers in total; None: any number.
+        defense: if it has error feedback, give it here: what an update carried that the server did not use is then owed
+            again.
 
     Example:
         >>> from types import SimpleNamespace
@@ -139,5 +144,8 @@ def answer_once(message: Message, context: Context, *, rounds: int | None = None
     """
     budget = None if rounds is None else checks.integer("answer_once", "rounds", rounds, low=1)
     instructions, ledger = Instructions.required(message), Ledger.of(context)
+    arrived = instructions.used >= ledger.trained  # before the ledger enters this round
     ledger.claim(instructions.round, budget, announce=instructions.announce)
     ledger.keep(context)
+    if defense is not None:
+        defense.settle(memory(context), arrived=arrived)

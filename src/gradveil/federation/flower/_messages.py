@@ -58,16 +58,19 @@ class Instructions:
         lr: the learning rate that turns an update into a step.
         defense: the defense that the clients must use.
         announce: whether an announcement is asked for instead of an update.
+        used: the latest round in which the server used an update of this client, 0 if there is none; error feedback
+            takes back what any later update carried.
 
     Example:
         >>> dict(Instructions(3, 0.1, "none").record())
-        {'round': 3, 'lr': 0.1, 'defense': 'none', 'announce': False}
+        {'round': 3, 'lr': 0.1, 'defense': 'none', 'announce': False, 'used': 0}
     """
 
     round: int
     lr: float
     defense: str
     announce: bool = False
+    used: int = 0
 
     def record(self) -> ConfigRecord:
         """The instructions as a record of a message."""
@@ -90,6 +93,7 @@ class Instructions:
             checks.number("flower", "the server's lr", record["lr"], above=0),
             str(record["defense"]),
             checks.flag("flower", "the server's announce", record["announce"]),
+            checks.integer("flower", "the server's used", record["used"], low=0),
         )
 
     def check_defense(self, defense: Defense) -> None:

@@ -63,8 +63,10 @@ class _DefenseMod:
 
         # Before the app sees the message, so that a round in which it fails is not answered again either.
         ledger = Ledger.of(context)
+        arrived = instructions is None or instructions.used >= ledger.trained  # before the ledger enters this round
         ledger.claim(self._round_number(message, instructions), self.rounds, announce=announce)
         ledger.keep(context)
+        self.defense.settle(memory(context), arrived=arrived)
         state = copy.deepcopy(context.state) if announce else None
         answer = call_next(plain, context)
         if state is not None:
@@ -199,6 +201,12 @@ def defense_mod(
 
     so that noise is always in gradient units, and sends the defended update in place of the arrays. The defense
     acts once, on the finished update; error feedback keeps its residual in the node's context.
+
+    A `GradveilStrategy` tells each client which of its updates it used last; what a later one carried is owed again
+    (`Defense.take_back`). Any other server tells nothing, and every update is taken to have arrived: if that is wrong,
+    the values of that update are missing, whereas the opposite mistake would send the same values twice. A server that
+    claims to have lost an update hears again what it carried, as part of what error feedback adds, which nothing
+    protects in any case (`gradveil.ErrorFeedback`).
 
     A round is answered once, and round numbers only grow: the answered rounds are kept in the node's context, which
     lives as long as the run. A stock SuperNode may begin with the next message before it has saved the context; one

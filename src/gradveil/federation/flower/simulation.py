@@ -20,7 +20,7 @@ from gradveil.defenses import Defense
 from gradveil.federation._optimiser import ServerOptimiser
 from gradveil.federation.faults import NOT_FINITE
 from gradveil.federation.flower._arrays import split_arrays
-from gradveil.federation.flower._context import memory
+from gradveil.federation.flower._context import answer_once, memory
 from gradveil.federation.flower._messages import Instructions, announced, announcement, reply
 from gradveil.federation.flower._on_ray import run_on_ray
 from gradveil.federation.flower.strategy import GradveilStrategy
@@ -209,6 +209,7 @@ def _answer_or_error(job: Job, message: Message, context: Context) -> Message:
 
 
 def _answer(job: Job, message: Message, context: Context) -> Message:
+    answer_once(message, context, defense=job.defense)
     instructions, own_memory = Instructions.required(message), memory(context)
     number = instructions.round - 1
     client = checks.integer("simulate", "client", message.content.config_records["config"]["client"], low=0)

@@ -64,7 +64,8 @@ class GradveilStrategy(Strategy):
     whatever is not an update of this model in this round: broken bytes, other layers, shapes or types, NaN, a stale
     round, a second reply, metrics that lack what most others have, an error, or no reply. Replies to evaluate messages
     are checked in the same way. Every refusal is logged, counted, and listed in `faults`; the round continues with the
-    other replies, and if none is left, the model stays as it was.
+    other replies, and if none is left, the model stays as it was. Each client's next train message says which of its
+    updates was used last, so that error feedback can take back a later one.
 
     The inner strategy gets the metrics that more than half of the replies have; a reply that lacks one of them is
     refused. So if there are two clients, neither can get the other one refused, whoever answers first.
@@ -108,6 +109,7 @@ class GradveilStrategy(Strategy):
         self.downloads: list[int] = []  # bytes of every train message
         self._weight_key = getattr(inner, "weighted_by_key", messages.WEIGHT)
         self._memory: dict[str, Tensor] = {}
+        self._used: dict[int, int] = {}  # the latest round in which an update of each node was used
         self._round: _Round | None = None
         self._evaluated: list[Message] = []  # the evaluate messages of this round
         self._timeout: float | None = None
@@ -157,11 +159,12 @@ class GradveilStrategy(Strategy):
         current = _Round(server, sent, key, asked)
         instructions = Instructions(server_round, self.lr, str(self.defense))
         server.elect(partial(self._announcement, current, instructions, grid))
-        extra: dict[str, Any] = {INSTRUCTIONS: instructions.record()}
+        extra: dict[str, Any] = {}
         if server.announced is not None:
             extra[LOCATIONS] = messages.bytes_record(wire.encode_locations(server.announced))
-        for message in asked:
-            message.content = RecordDict({**message.content, **extra})
+        for message, node in zip(asked, nodes, strict=True):
+            own = dataclasses.replace(instructions, used=self._used.get(node, 0))
+            message.content = RecordDict({**message.content, INSTRUCTIONS: own.record(), **extra})
             self.downloads.append(messages.size_of(message.content))
         self.downloads[-1] += current.announcement_down
         self._round = current
@@ -200,6 +203,7 @@ class GradveilStrategy(Strategy):
                     "was; lower the learning rate"
                 )
             arrays = typed_like(current.arrays, arrays)
+            self._used.update(dict.fromkeys(usable, server_round))
         if metrics is not None:
             metrics["gradveil-refused"] = sum(fault.round == server_round for fault in self.faults)
         return arrays, metrics
@@ -233,7 +237,7 @@ class GradveilStrategy(Strategy):
     def _announcement(self, current: _Round, instructions: Instructions, grid: Grid, node: int) -> bytes | None:
         """Ask a client to announce, and return the bytes that it announces."""
         message = next(message for message in current.asked if message.metadata.dst_node_id == node)
-        question = dataclasses.replace(instructions, announce=True).record()
+        question = dataclasses.replace(instructions, announce=True, used=self._used.get(node, 0)).record()
         ask = Message(RecordDict({**message.content, INSTRUCTIONS: question}), node, message.metadata.message_type)
         answers = list(grid.send_and_receive([ask], timeout=self._timeout))
         if not answers:
