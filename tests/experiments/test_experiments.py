@@ -281,3 +281,14 @@ def test_pictures_are_drawn_from_rows(experiment, tmp_path):
     for spec in experiment.config.get("plots", []):
         pytest.importorskip("matplotlib")
         assert tables.plot(spec, experiment.views, tmp_path).stat().st_size > 10_000
+
+
+def test_joined_rows_show_their_numbers_together():
+    rows = {
+        f"{defense} {seed}": tables.View(name=f"{defense} {seed}", defense=defense, seed=seed, accuracy=accuracy)
+        for defense, seed, accuracy in [("none", 0, 0.9), ("top-k", 0, 0.5), ("none", 1, 0.8), ("none", 2, 0.7)]
+    }
+    shown = "{mean_accuracy:.2f}, {min_accuracy} to {max_accuracy}, {count_seed}"
+    spec = {"where": {}, "joined": "{defense}", "columns": [{"title": "t", "show": "{defense}: " + shown}]}
+    lines = tables.table(spec, rows)[2:-1]
+    assert lines == ["| none: 0.80, 0.7 to 0.9, 3 |", "| top-k: 0.50, 0.5 to 0.5, 1 |"]
