@@ -57,9 +57,9 @@ class RiskSlicing(Defense):
     the weights that a client sends back, which is what the paper means, is ``std = s / lr`` here: its variance of 1e-2
     at a learning rate of .01 is ``std=10``.
 
-    With thousands of small blocks every slice gets about a tenth of every large layer, so it hardly matters what the ten
-    slices are balanced by. The largest true risk of a slice relative to the mean, for a lenet with uniform weights on
-    MNIST, is 1.00 by ``"risk-share"``, 1.17 by ``"layer-risk"``, 1.03 by ``"size"``, and 2.20 for ``"consecutive"``
+    With thousands of small blocks every one of ten slices gets about a tenth of every large layer, so it hardly matters
+    what they are balanced by. The largest true risk of a slice relative to the mean, for a lenet with uniform weights
+    on MNIST, is 1.00 by ``"risk-share"``, 1.17 by ``"layer-risk"``, 1.03 by ``"size"``, and 2.20 for ``"consecutive"``
     slices (docs/sensitivity.md).
 
     What it does not stop: the slices are public, so an attacker leaves out those that fit its candidate worst, and
