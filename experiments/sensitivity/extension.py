@@ -207,7 +207,10 @@ def compensation(case: Row, _session: Session) -> Row:
     defense, _ = gradveil.defense(case["defense"]).prepare(task, public=public_of(case, task), generator=generator)
     shares = partition(train.targets, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
     none, local = gradveil.defense("none"), local_of(case)
-    clean = [none.share(task, *train.batch(share[:20]), local=local) for share in shares]
+    clean = [
+        none.share(task, *train.batch(share[:20]), local=local, generator=derived_generator(seed, "clean", number))
+        for number, share in enumerate(shares)
+    ]
     sent = [defense.perturb(update, generator=derived_generator(seed, n)) for n, update in enumerate(clean)]
     goal, noisy = weighted_mean(clean), weighted_mean(sent)
     variance = defense.aggregate_variance([1.0] * len(sent))
