@@ -231,8 +231,15 @@ def flat(update: Values) -> Tensor:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """The PSNR of each attack."""
-    return {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
+    """The PSNR of each attack; of a training, the accuracy at its end, and 1 if it diverged and was stopped, else 0.
+
+    A mean of evaluations would hide that a stopped training had lost what it had learned.
+    """
+    added: Row = {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
+    if row["kind"] == "training":
+        stopped = row["diverged"] is not None
+        added |= {"stopped": int(stopped), "reached": row["history"][-1][1] if stopped else row["accuracy"]}
+    return added
 
 
 KINDS = {

@@ -308,7 +308,7 @@ def test_compensation_is_measured_at_the_aspect_of_the_defense():
     extension = run._extension(ROOT / "experiments" / "sensitivity" / "extension.py")
     case = {"dataset": "mnist", "model": "lenet:activation=relu", "seed": 0, "local": LOCAL}
     rows = [
-        extension["compensation"]({**case, "defense": f"risk-slicing:ratio=0.2,std=10,aspect={aspect}"}, None)
+        extension["compensation"]({**case, "defense": f"risk-slicing:ratio=0.2,std=1,aspect={aspect}"}, None)
         for aspect in (1, 20)
     ]
     assert rows[0]["clean_norm"] == rows[1]["clean_norm"]
