@@ -2,8 +2,9 @@
 
 A table has a line for each row that its `where` selects (or for each of its `lines`) and a cell for each of its
 `columns`: the text `show`, with fields of the row in braces. `from` names another row to show and `base` a row to
-compare with, both by the name of the case; these keys may be in a table, a line or a column. In addition to its own
-fields, a row has
+compare with, both by the name of the case; these keys may be in a table, a line or a column. Rows for which the text
+`joined` is the same are one line, in which numbers are lists with an entry for each row. In addition to its own fields,
+a row has
 
     median_X, mean_X, min_X, max_X, sum_X, count_X   a summary of a field that is a list
     percent_X                                        a hundred times a field
@@ -79,6 +80,22 @@ def select_rows(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[View]
     return sorted(selected, key=lambda row: order.setdefault(spec.get("together", "").format_map(row), len(order)))
 
 
+def joined_rows(text: str, rows: Sequence[View]) -> list[View]:
+    """One row for all that have the same `text`: their numbers as lists, everything else as in the first of them."""
+    groups: dict[str, list[View]] = {}
+    for row in rows:
+        groups.setdefault(text.format_map(row), []).append(row)
+    return [
+        View(
+            {
+                key: [row.get(key) for row in group] if isinstance(value, int | float) else value
+                for key, value in group[0].items()
+            }
+        )
+        for group in groups.values()
+    ]
+
+
 def table(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[str]:
     """The table as lines of Markdown."""
 
@@ -95,7 +112,8 @@ def table(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[str]:
     columns = spec["columns"]
     text = [f"## {spec['title']}", ""] if "title" in spec else []
     text += [f"| {' | '.join(column['title'] for column in columns)} |", "|---" * len(columns) + "|"]
-    for line in spec["lines"] if "lines" in spec else select_rows(spec, rows):
+    lines = spec["lines"] if "lines" in spec else select_rows(spec, rows)
+    for line in joined_rows(spec["joined"], lines) if "joined" in spec else lines:
         text.append(f"| {' | '.join(cell(line, column).replace('|', ' or ') for column in columns)} |")
     return [*text, ""]
 

@@ -2,12 +2,14 @@
 
 tradeoff: the optimal defenses compared with magnitude pruning and uniform noise. bound: attacks on smoothed victims
 compared with the reconstruction bound. risk: the ranking of layers compared with that of the brute-force Jacobian.
-slicing: risk slicing in a federation of 100 clients. compensation: how close compensated aggregates come to the clean
-one, in distance and cosine.
+slicing: risk slicing in a federation of 100 clients. slices: attacks on risk slicing, and how evenly its slices share
+the true risk, by what they are balanced by and by the root set. compensation: how close compensated aggregates come to
+the clean one, in distance and cosine.
 """
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -19,12 +21,26 @@ from gradveil import theory
 from gradveil.audit.cases import Batch, Case, Victims, attack_on, observe, prepare
 from gradveil.core.randomness import derived_generator
 from gradveil.data import partition
-from gradveil.defenses.risk_slicing import layer_risks
-from gradveil.federation.job import evaluate
+from gradveil.defenses.risk_slicing import BALANCES, cut_slices, layer_risks
+from gradveil.federation.job import as_batch, evaluate
 from gradveil.update import weighted_mean
-from kinds import Row, Session, attack, attack_row, build, dataset_of, public_of, run_attack, run_training, victims_of
+from kinds import (
+    Row,
+    Session,
+    attack,
+    attack_of,
+    attack_row,
+    build,
+    dataset_of,
+    local_of,
+    public_of,
+    run_attack,
+    run_training,
+    victims_of,
+)
 
 Values = Mapping[str, Tensor]
+TRUE_RISK_EXAMPLES = 200
 
 
 def tradeoff(case: Row, session: Session) -> Row:
@@ -140,20 +156,69 @@ def slicing(case: Row, session: Session) -> Row:
     return row
 
 
+def slices(case: Row, session: Session) -> Row:
+    """Attack risk slicing prepared on a root set, and measure how evenly slices cut with that set share the true risk.
+
+    The imbalance is the largest true risk of a slice relative to the mean, for everything slices can be balanced by.
+    """
+    task, attacker, defense, seed = build(case), attack_of(case), gradveil.defense(case["defense"]), case["seed"]
+    root, victims, adaptive = root_set(case, task), victims_of(case), case.get("adaptive", False)
+    prepared = prepare(task, defense, attacker, public=root, seed=seed)
+    seen = observe(Case(prepared, attacker, victims, adaptive=adaptive, labels=case["labels"], seed=seed))
+    row = attack_row(case, seen, attack_on(seen, progress=session.progress))
+    estimate = layer_risks(task, *root, generator=derived_generator(seed, "risk"))
+    true = true_risks(case["dataset"], case["model"], seed)
+    error = max(abs(estimate[name] / risk - 1) for name, risk in true.items())
+    imbalance = {}
+    for balance in BALANCES:
+        slice_of = cut_slices(task.parameters, estimate, defense.slices, balance)
+        counts = {name: numbers.flatten().bincount(minlength=defense.slices) for name, numbers in slice_of.items()}
+        total = torch.stack([true[name] * count / count.sum() for name, count in counts.items()]).sum(0)
+        imbalance[balance] = float(total.max() / total.mean())
+    return {**row, "imbalance": imbalance, "largest_relative_error": error, "true_risks": true}
+
+
+def root_set(case: Row, task: gradveil.Task) -> Batch:
+    """The public examples: `root_examples` training images, of which a share `root_bias` shows one and the same class.
+
+    With ten classes a share of .1 is no bias. The class is 0; the others share the rest as they come.
+    """
+    split, count = dataset_of(case).train, case["root_examples"]
+    order = torch.randperm(len(split), generator=derived_generator(case["seed"], "root"))
+    favoured = split.targets[order] == 0
+    of_class = round(case["root_bias"] * count)
+    chosen = torch.cat([order[favoured][:of_class], order[~favoured][: count - of_class]])
+    return as_batch(task, split.batch(chosen))
+
+
+@cache
+def true_risks(dataset: str, model: str, seed: int) -> dict[str, float]:
+    """The layers' exact risks on many examples."""
+    case = {"dataset": dataset, "model": model, "seed": seed}
+    task, split = build(case), dataset_of(case).train
+    order = torch.randperm(len(split), generator=derived_generator(seed, "true risk"))[:TRUE_RISK_EXAMPLES]
+    return layer_risks(task, *as_batch(task, split.batch(order)), directions=None)
+
+
 def compensation(case: Row, _session: Session) -> Row:
     """What compensation does to the mean update of ten clients with 20 images of two classes each."""
     task, train, seed = build(case), dataset_of(case).train, case["seed"]
     generator = derived_generator(seed, "prepare")
     defense, _ = gradveil.defense(case["defense"]).prepare(task, public=public_of(case, task), generator=generator)
     shares = partition(train.targets, clients=100, scheme="classes", classes_per_client=2, seed=seed)[:10]
-    clean = [gradveil.defense("none").share(task, *train.batch(share[:20])) for share in shares]
+    none, local = gradveil.defense("none"), local_of(case)
+    clean = [
+        none.share(task, *train.batch(share[:20]), local=local, generator=derived_generator(seed, "clean", number))
+        for number, share in enumerate(shares)
+    ]
     sent = [defense.perturb(update, generator=derived_generator(seed, n)) for n, update in enumerate(clean)]
     goal, noisy = weighted_mean(clean), weighted_mean(sent)
     variance = defense.aggregate_variance([1.0] * len(sent))
     noise = {name: noisy[name] - value for name, value in goal.items()}
-    left = flat(gradveil.compensate(noise, variance)).square().sum() / flat(noise).square().sum()
-    results = {"before": noisy, "after": gradveil.compensate(noisy, variance)}
-    results["paper"] = gradveil.compensate(noisy, variance * len(sent) ** 2)  # the variance of a sum
+    aspect = defense.aspect
+    left = flat(gradveil.compensate(noise, variance, aspect=aspect)).square().sum() / flat(noise).square().sum()
+    results = {"before": noisy, "after": gradveil.compensate(noisy, variance, aspect=aspect)}
+    results["paper"] = gradveil.compensate(noisy, variance * len(sent) ** 2, aspect=aspect)  # the variance of a sum
     distance = {name: float((flat(value) - flat(goal)).norm()) for name, value in results.items()}
     cosine = {name: float(torch.cosine_similarity(flat(value), flat(goal), 0)) for name, value in results.items()}
     paper = {"distance": distance.pop("paper"), "cosine": cosine.pop("paper")}
@@ -166,8 +231,22 @@ def flat(update: Values) -> Tensor:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """The PSNR of each attack."""
-    return {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
+    """The PSNR of each attack; of a training, the accuracy at its end, and 1 if it diverged and was stopped, else 0.
+
+    A mean of evaluations would hide that a stopped training had lost what it had learned.
+    """
+    added: Row = {spec.partition(":")[0]: row[spec]["psnr"] for spec in row.get("attacks", []) if spec in row}
+    if row["kind"] == "training":
+        stopped = row["diverged"] is not None
+        added |= {"stopped": int(stopped), "reached": row["history"][-1][1] if stopped else row["accuracy"]}
+    return added
 
 
-KINDS = {"tradeoff": tradeoff, "bound": bound, "risk": risk, "slicing": slicing, "compensation": compensation}
+KINDS = {
+    "tradeoff": tradeoff,
+    "bound": bound,
+    "risk": risk,
+    "slicing": slicing,
+    "slices": slices,
+    "compensation": compensation,
+}

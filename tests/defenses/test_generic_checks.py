@@ -114,6 +114,10 @@ DATA_CASES = [
             ({"clip": 0}, "risk-slicing: clip must be a number above 0, got 0"),
             ({"compensate": 1}, r"risk-slicing: compensate must be true or false, got 1 \(int\)"),
             ({"aspect": 0.5}, "risk-slicing: aspect must be a number of at least 1, got 0.5"),
+            (
+                {"balance": "x"},
+                "risk-slicing: balance must be one of risk-share, layer-risk, size, consecutive, got 'x'",
+            ),
         ),
     ),
     Case(

@@ -12,7 +12,7 @@ import gradveil
 from gradveil import data, models
 from gradveil.core.errors import InputError, ParameterError
 from gradveil.core.randomness import derived_generator
-from gradveil.defenses.risk_slicing import RiskSlicing, cut_slices, layer_risks
+from gradveil.defenses.risk_slicing import BALANCES, RiskSlicing, cut_slices, layer_risks
 from gradveil.update import Update
 
 
@@ -91,19 +91,82 @@ def test_real_risks_are_balanced_too(tiny_task, tiny_batch):
     assert float(total.max() / total.mean()) <= 1.10
 
 
-@given(sizes=st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any), slices=st.integers(1, 12))
-def test_slices_agree_with_a_slow_reference(sizes, slices):
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=6).filter(any),
+    slices=st.integers(1, 12),
+    balance=st.sampled_from(["risk-share", "layer-risk", "size"]),
+)
+def test_slices_agree_with_a_slow_reference(sizes, slices, balance):
     """The reference packs block by block, by the same greedy rule but without a heap."""
     layers = {f"l{n}": torch.zeros(size) for n, size in enumerate(sizes)}
     risks = {name: float(n + 1) for n, name in enumerate(layers)}
-    block = math.gcd(*[size for size in sizes if size])
-    blocks = [(risks[n] * block / len(v), n, i) for n, v in layers.items() for i in range(0, len(v), block)]
-    loads = [[0.0, 0] for _ in range(slices)]  # risk and number of blocks
-    got = cut_slices(layers, risks, slices)
-    for risk, name, first in sorted(blocks, key=lambda entry: -entry[0]):
+    block = max(1, min(math.gcd(*[size for size in sizes if size]), sum(sizes) // (4 * slices)))
+    blocks = [(n, i, min(block, len(v) - i)) for n, v in layers.items() for i in range(0, len(v), block)]
+    weight = {
+        "risk-share": lambda name, size: risks[name] * size / len(layers[name]),
+        "layer-risk": lambda name, _size: risks[name],
+        "size": lambda _name, size: size,
+    }[balance]
+    loads = [[0.0, 0] for _ in range(slices)]  # weight and number of blocks
+    got = cut_slices(layers, risks, slices, balance)
+    for name, first, size in sorted(blocks, key=lambda entry: -weight(entry[0], entry[2])):
         number = min(range(slices), key=lambda s: (*loads[s], s))
-        loads[number] = [loads[number][0] + risk, loads[number][1] + 1]
-        assert set(got[name][first : first + block].tolist()) == {number}
+        loads[number] = [loads[number][0] + weight(name, size), loads[number][1] + 1]
+        assert set(got[name][first : first + size].tolist()) == {number}
+
+
+@given(
+    sizes=st.lists(st.integers(0, 200), min_size=1, max_size=5).filter(any),
+    slices=st.integers(1, 12),
+    balance=st.sampled_from(BALANCES),
+)
+def test_no_slice_is_empty_if_there_are_enough_values(sizes, slices, balance):
+    """Even if the model is a single layer, and whatever the risks: here most of them are 0."""
+    layers = {f"l{n}": torch.zeros(size) for n, size in enumerate(sizes)}
+    risks = {name: float(n == 0) for n, name in enumerate(layers)}
+    got = cut_slices(layers, risks, slices, balance)
+    used = {int(number) for value in got.values() for number in value.unique()}
+    assert used <= set(range(slices))
+    assert len(used) == min(slices, sum(sizes))
+
+
+@pytest.mark.parametrize("balance", BALANCES)
+@pytest.mark.parametrize(("inputs", "outputs"), [(784, 10), (5, 1), (1, 1), (3, 4), (41, 1)])
+def test_every_update_is_changed(inputs, outputs, balance):
+    """One layer without a bias, down to a single value: its sizes' common divisor is the whole model."""
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(inputs, outputs, bias=False))
+    loss = "logistic" if outputs == 1 else "cross-entropy"
+    task = gradveil.Task(net, input_shape=(1, 1, inputs), classes=max(2, outputs), loss=loss)
+    batch = torch.rand(2, 1, 1, inputs, generator=seeded()), torch.tensor([0, 1])
+    defense = prepared(task, batch, slices=10, ratio=0.2, std=0.1, balance=balance)
+    clean = task.gradients(*batch)
+    for number in range(50):
+        sent = defense.perturb(clean, generator=derived_generator(0, "round", number))
+        assert any((sent[name] != value).any() for name, value in clean.items())
+
+
+def test_a_model_with_fewer_values_than_slices_has_as_many_slices_as_values(tiny_task, tiny_batch):
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(2, 4, bias=False))
+    task = gradveil.Task(net, input_shape=(1, 1, 2), classes=4)
+    defense = prepared(task, (torch.rand(3, 1, 1, 2), torch.tensor([0, 1, 2])), slices=10, ratio=0.5)
+    assert (defense.slices, defense.noisy_slices) == (8, 4)
+    assert prepared(tiny_task, tiny_batch, slices=10).slices == 10
+
+
+def test_what_slices_are_balanced_by():
+    """A small layer of two blocks and risk 3, and a large one of fourteen blocks and risk 1; a block has 16 values."""
+    layers, risks = {"small": torch.zeros(32), "large": torch.zeros(224)}, {"small": 3.0, "large": 1.0}
+    blocks = {  # of each layer in each slice
+        "risk-share": ([1, 1, 0, 0], [0, 0, 7, 7]),  # 1.5 for a block of the small layer, 1/14 for one of the large
+        "layer-risk": ([1, 1, 0, 0], [2, 2, 5, 5]),  # 3 and 1
+        "size": ([1, 1, 0, 0], [3, 3, 4, 4]),
+        "consecutive": ([2, 0, 0, 0], [2, 4, 4, 4]),
+    }
+    for balance in BALANCES:
+        cut = cut_slices(layers, risks, 4, balance)
+        assert tuple((cut[name].bincount(minlength=4) // 16).tolist() for name in layers) == blocks[balance]
+        if balance == "consecutive":
+            assert torch.cat(list(cut.values())).diff().min() == 0
 
 
 def test_noise_is_added_only_to_the_chosen_slices(tiny_task, tiny_batch):

@@ -281,3 +281,36 @@ def test_pictures_are_drawn_from_rows(experiment, tmp_path):
     for spec in experiment.config.get("plots", []):
         pytest.importorskip("matplotlib")
         assert tables.plot(spec, experiment.views, tmp_path).stat().st_size > 10_000
+
+
+def test_joined_rows_show_their_numbers_together():
+    rows = {
+        f"{defense} {seed}": tables.View(name=f"{defense} {seed}", defense=defense, seed=seed, accuracy=accuracy)
+        for defense, seed, accuracy in [("none", 0, 0.9), ("top-k", 0, 0.5), ("none", 1, 0.8), ("none", 2, 0.7)]
+    }
+    shown = "{mean_accuracy:.2f}, {min_accuracy} to {max_accuracy}, {count_seed}"
+    spec = {"where": {}, "joined": "{defense}", "columns": [{"title": "t", "show": "{defense}: " + shown}]}
+    lines = tables.table(spec, rows)[2:-1]
+    assert lines == ["| none: 0.80, 0.7 to 0.9, 3 |", "| top-k: 0.50, 0.5 to 0.5, 1 |"]
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(0.1, 4), (0.4, 16), (1.0, 40)])
+def test_the_root_set_has_the_share_of_a_class_that_its_bias_says(bias, expected):
+    extension = run._extension(ROOT / "experiments" / "sensitivity" / "extension.py")
+    case = {"dataset": "mnist", "model": "lenet", "seed": 0, "root_examples": 40, "root_bias": bias}
+    inputs, labels = extension["root_set"](case, kinds.build(case))
+    assert inputs.shape == (40, 1, 28, 28)
+    assert int((labels == 0).sum()) == expected
+    assert len(labels.unique()) > 5 or bias == 1.0
+
+
+def test_compensation_is_measured_at_the_aspect_of_the_defense():
+    extension = run._extension(ROOT / "experiments" / "sensitivity" / "extension.py")
+    case = {"dataset": "mnist", "model": "lenet:activation=relu", "seed": 0, "local": LOCAL}
+    rows = [
+        extension["compensation"]({**case, "defense": f"risk-slicing:ratio=0.2,std=1,aspect={aspect}"}, None)
+        for aspect in (1, 20)
+    ]
+    assert rows[0]["clean_norm"] == rows[1]["clean_norm"]
+    assert rows[0]["cosine"]["before"] == pytest.approx(rows[1]["cosine"]["before"])
+    assert rows[0]["cosine"]["after"] != pytest.approx(rows[1]["cosine"]["after"], abs=0.01)
