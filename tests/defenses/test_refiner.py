@@ -1,5 +1,7 @@
 """What refiner promises, compared with slow but obvious computations."""
 
+import statistics
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,6 +22,18 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return torch.cat([(a[name] - b[name]).double().flatten() for name in a]).norm().item()
+
+
+@pytest.fixture
+def photographs(real_data):
+    if not (real_data / "cifar10.npz").exists():
+        pytest.skip("cifar10.npz is not in GRADVEIL_DATA")
+    return data.load("cifar10").test.batch(range(16))
+
+
+def photographs_task(**parameters) -> gradveil.Task:
+    model = models.create("lenet", input_shape=(3, 32, 32), classes=10, **parameters)
+    return gradveil.Task(model, input_shape=(3, 32, 32), classes=10)
 
 
 def utility(defense, task, own, robust, labels):
@@ -144,17 +158,59 @@ class TestSearch:
             defense = Refiner(balance=balance)
             before, after = (
                 utility(defense, tiny_task, own, at, labels) - balance * network(at).mean().item()
-                for at in (start, defense.refine(tiny_task, own, labels, start, 10))
+                for at in (start, defense.refine(tiny_task, own, labels, start, defense.weights(own, tiny_task.parameters), 10))
             )
             assert after < before
+
+    @pytest.mark.parametrize(
+        ("parameters", "count"),
+        [({"activation": "gelu"}, 1), ({"activation": "gelu"}, 8), ({"activation": "relu"}, 1)]
+        + [({"activation": "relu"}, 8), ({"init": "uniform"}, 1)],
+    )
+    def test_it_improves_both_terms_over_the_blended_start(self, photographs, parameters, count):
+        """With the weights as printed, D alone decides the direction, and the gradient ends further away."""
+        task = photographs_task(**parameters)
+        nearer, noisier, nearer_as_printed = [], [], []
+        for first in range(0, 8, count):
+            images, labels = (tensor[first : first + count] for tensor in photographs)
+            own = task.gradients(images, labels)
+            start = torch.lerp(images, torch.rand(images.shape, generator=seeded(first)), 0.5)
+            robust, printed = (
+                defense.refine(task, own, labels, start, defense.search_weights(task, own, start, labels), 10)
+                for defense in (Refiner(), Refiner(normalise=False))
+            )
+            before = distance(task.gradients(start, labels), own)
+            nearer.append(distance(task.gradients(robust, labels), own) / before)
+            nearer_as_printed.append(distance(task.gradients(printed, labels), own) / before)
+            noisier.append((evaluation_network()(robust).mean() - evaluation_network()(start).mean()).item())
+        assert statistics.median(nearer) < 1
+        assert statistics.median(noisier) > 0
+        if "init" not in parameters:
+            assert statistics.median(nearer_as_printed) > 1
+
+    def test_it_does_not_depend_on_the_scale_of_the_loss(self, tiny_task, tiny_batch):
+        inputs, labels = tiny_batch
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(1, 3, 3, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Linear(108, 4)).double()
+        scaled = gradveil.Task(
+            model, lambda out, y: 1e3 * nn.functional.cross_entropy(out, y), input_shape=(1, 6, 6), classes=4
+        )
+        start = torch.rand(inputs.shape, generator=seeded(7), dtype=torch.float64)
+        found = []
+        for task in (tiny_task, scaled):
+            own, defense = task.gradients(inputs, labels), Refiner()
+            weights = defense.search_weights(task, own, start, labels)
+            found.append(defense.refine(task, own, labels, start, weights, 10))
+        torch.testing.assert_close(*found, rtol=0, atol=1e-9)
 
     def test_no_sample_moves_further_than_its_steps(self, tiny_task, tiny_batch):
         inputs, labels = tiny_batch
         own = tiny_task.gradients(inputs, labels)
-        robust = Refiner().refine(tiny_task, own, labels, inputs, 7)
+        defense = Refiner()
+        robust = defense.refine(tiny_task, own, labels, inputs, defense.weights(own, tiny_task.parameters), 7)
         moved = (robust - inputs).flatten(1).square().mean(1).sqrt()
         assert (moved > 0).all()
-        assert (moved <= 7 * Refiner().step + 1e-12).all()
+        assert (moved <= 7 * defense.step + 1e-12).all()
 
     def test_parameters_of_one_module_share_a_layer_number(self):
         task = gradveil.Task(
@@ -232,16 +288,9 @@ class TestWarmStart:
 class TestBlendedStart:
     """Figure 5 of the paper: started at the image itself, the search fools the evaluation network."""
 
-    @pytest.fixture
-    def photographs(self, real_data):
-        if not (real_data / "cifar10.npz").exists():
-            pytest.skip("cifar10.npz is not in GRADVEIL_DATA")
-        return data.load("cifar10").test.batch(range(16))
-
     def robust_data(self, photographs, blend):
         images, labels = photographs
-        model = models.create("lenet", input_shape=(3, 32, 32), classes=10, activation="gelu")
-        task, memory = gradveil.Task(model, input_shape=(3, 32, 32), classes=10), {}
+        task, memory = photographs_task(activation="gelu"), {}
         Refiner(blend=blend).share(task, images, labels, generator=seeded(), memory=memory)
         return memory["trained_on"]
 
