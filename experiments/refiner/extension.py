@@ -71,14 +71,14 @@ def search(case: Row, session: Session) -> Row:
 
 
 def blended_start(case: Row, session: Session) -> Row:
-    """Draw what the search finds when it starts from the images, and from halfway between the images and noise."""
+    """Draw what the search for D alone (figure 5) finds from the images, and from halfway between images and noise."""
     images, labels = dataset_of(case).test.batch(range(case["images"]))
     victims, noise = Victims(images[:, None], labels[:, None]), torch.rand(images.shape, generator=torch.manual_seed(0))
     lines = {"image": images, "start": torch.lerp(images, noise, 0.5)}
     for name, blend in (("from image", 0.0), ("from start", 0.5)):
         memory: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(case["seed"])
-        gradveil.defense("refiner", blend=blend).share(build(case), images, labels, generator=generator, memory=memory)
+        gradveil.defense("refiner", blend=blend, balance=1e6).share(build(case), images, labels, generator=generator, memory=memory)
         lines[name] = memory["trained_on"]
     shown = torch.cat([lines[name] for name in ("image", "from image", "start", "from start")], dim=2)
     (session.folder / "blended_start.png").write_bytes(IMAGE.render(interpolate(shown, scale_factor=4)))
