@@ -352,3 +352,8 @@ def test_a_user_model_is_built_from_its_file(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             models.create(reference, input_shape=(1, 4, 4), classes=2)
+
+
+def test_images_too_small_to_be_pooled_are_refused():
+    with pytest.raises(InputError, match="mnist-cnn: images must be at least 4 x 4, got 3 x 3"):
+        models.create("mnist-cnn", input_shape=(1, 3, 3), classes=2, pooling="max")

@@ -59,7 +59,8 @@ class MnistCnn(ImageClassifier):
                 *([nn.MaxPool2d(2)] if pooled else []),
             ]
             channels = filters
-        # A pool drops an odd last row, a convolution with padding keeps it.
-        rows, columns = (side // 4 if pooled else ceil(side / 4) for side in (height, width))
+        # A pool drops an odd last row, a convolution with padding keeps it. (Images too small to be pooled are refused
+        # by the base class.)
+        rows, columns = (max(1, side // 4) if pooled else ceil(side / 4) for side in (height, width))
         layers += [nn.Flatten(), nn.Linear(channels * rows * columns, 32), activation_layer(self.name, activation)]
         super().__init__(nn.Sequential(*layers), input_shape, classes, init=init)
