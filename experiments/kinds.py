@@ -5,7 +5,6 @@ A kind takes a case (a flat JSON object, see run.py) and the `Session` it runs i
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,9 +23,9 @@ from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
+from pinned import load
 
 Row = dict[str, Any]
-load = cache(data.load)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ stands for an entry of `lists`, and a string may refer to other settings in brac
 unique `name` and a `kind`, which kinds.py or the folder's extension.py measures. A finished case is a line of
 results.jsonl, or of the file that its setting `results` names; no line is ever edited. `older` gives the names of rows
 that are older than this runner, and `gone` lists the rows of cases that are no longer in the config. `tables` and
-`plots` are described in tables.py.
+`plots` are described in tables.py. Kept rows come from the data that data.json pins; see pinned.py.
 """
 
 import argparse
@@ -30,10 +30,10 @@ from typing import Any
 import torch
 
 import gradveil
+import pinned
 from gradveil.audit.store import JsonLines
-from gradveil.core.errors import DataError, GradveilError, ParameterError
-from gradveil.data.loader import EMBEDDED_SOURCE
-from kinds import KINDS, Row, Session, load
+from gradveil.core.errors import GradveilError, ParameterError
+from kinds import KINDS, Row, Session
 from tables import View, plot, table
 
 HERE = Path(__file__).resolve().parent
@@ -123,9 +123,9 @@ class Experiment:
             provenance = {"gradveil": gradveil.__version__, "torch": torch.__version__}
             try:
                 if "dataset" in case:
-                    provenance["data"] = repr(load(case["dataset"]))
-                    if self.results is None and EMBEDDED_SOURCE in provenance["data"]:
-                        raise DataError("kept rows need more data than the embedded digits; set GRADVEIL_DATA")
+                    provenance["data"] = repr(pinned.load(case["dataset"]))
+                    if self.results is None:
+                        pinned.check(case["dataset"])
                 result = kinds[case["kind"]](case, session)
             except GradveilError as error:  # write no row, so that a later version tries again
                 refused += 1

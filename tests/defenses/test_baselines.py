@@ -295,6 +295,22 @@ def test_outpost_acts_less_and_less_often(tiny_task, tiny_batch):
         assert abs(applied / tries - chance) <= 4 * (chance * (1 - chance) / tries) ** 0.5
 
 
+def test_outpost_says_that_a_server_can_switch_its_noise_off(tiny_task, tiny_batch, recwarn):
+    defense = gradveil.defense("outpost", decay=0.0)
+    public = torch.rand(64, 1, 6, 6, generator=seeded(), dtype=torch.float64), torch.arange(64) % 4
+    assert "a layer of equal or tiny weights, such as an imprint block, gets no noise" in defense.caveats[0]
+    defense.share(tiny_task, *tiny_batch, memory={})  # an honest model: no warning
+    assert not recwarn.list
+    attacked = gradveil.attack("robbing-the-fed", bins=16).modify(tiny_task, public=public, generator=seeded())
+    block = "imprint.encode.weight"
+    with pytest.warns(UserWarning, match=f"outpost: adds no noise to {block}, where .* check the model with") as caught:
+        sent = defense.share(attacked, *tiny_batch, memory={}, generator=seeded())
+    assert len(caught) == 1
+    pruned = gradveil.defense("top-k", keep=0.2).share(attacked, *tiny_batch)
+    assert torch.equal(sent[block], pruned[block])
+    gradveil.defense("outpost", scale=0.0).share(attacked, *tiny_batch, memory={})  # no noise was asked for
+
+
 def test_outpost_needs_a_memory(tiny_task, tiny_batch):
     with pytest.raises(InputError, match="outpost: needs memory="):
         gradveil.defense("outpost").share(tiny_task, *tiny_batch)

@@ -1,19 +1,25 @@
 """One runner for all experiments: rows that were kept before it count, trials do not, and what stopped goes on."""
 
 import json
+import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import gradveil
 import kinds
+import pinned
 import run
 import tables
+from gradveil import data
 from gradveil.attacks import ATTACKS
-from gradveil.core.errors import ParameterError
+from gradveil.core.errors import DataError, ParameterError
 from gradveil.defenses import DEFENSES
 
 ROOT = Path(__file__).parents[2]
+DATA = os.environ.get("GRADVEIL_DATA")
 NAMES = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/config.json"))
 COMPLETE = ("baselines", "federation", "noise_recovery", "pruning_and_dropout")
 
@@ -27,7 +33,12 @@ def apart():
             patch.setattr(registry, "_factories", dict(registry._factories))
         yield
     run._extension.cache_clear()
-    kinds.load.cache_clear()
+    forget_data()
+
+
+def forget_data():
+    pinned.load.cache_clear()
+    pinned.check.cache_clear()
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -220,11 +231,110 @@ def test_a_training_goes_on_from_its_checkpoint(finished, tmp_path):
     assert run.json_ready(row)["history"] == before["history"]
 
 
-def test_the_embedded_digits_are_no_data_for_kept_rows(tmp_path, capsys):
+def test_kept_rows_are_refused_other_data_than_the_pinned(tmp_path, capsys):
     kept = run.Experiment(write(tmp_path / "kept", SMALL))
     assert kept.run(only="guess") == 1
-    assert "refused: kept rows need more data than the embedded digits" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert (
+        "refused: kept rows come from mnist with 20,000 train and 4,000 test examples, the first of each class in the "
+        "original order (digest 1b594c855c2b61e7), got Dataset('mnist' from embedded digits: 4000 train" in said
+    )
+    assert "set GRADVEIL_DATA to a folder with that subset or with the whole data set (gradveil data get mnist)" in said
     assert not (tmp_path / "kept" / "results.jsonl").exists()
+
+
+def random_split(count: int, seed: int) -> data.Split:
+    draw = torch.Generator().manual_seed(seed)
+    images = torch.randint(256, (count, 1, 4, 4), generator=draw, dtype=torch.uint8)
+    return data.Split(images, torch.randint(10, (count,), generator=draw))
+
+
+@pytest.fixture
+def whole_set(monkeypatch):
+    """Random examples of ten classes in random order, and their subset as a data folder would hold it."""
+    whole = data.Dataset("whole", tuple("0123456789"), "whole.npz", random_split(3000, 1), random_split(800, 2))
+    subset = []
+    for split, count in ((whole.train, 100), (whole.test, 30)):
+        taken, chosen = [0] * 10, []
+        for place, label in enumerate(split.targets.tolist()):
+            if taken[label] < count:
+                taken[label] += 1
+                chosen.append(place)
+        subset.append(replace(split, inputs=split.inputs[chosen], targets=split.targets[chosen]))
+    cut = replace(whole, train=subset[0], test=subset[1])
+    pin = {"train": 1000, "test": 300, "first_of_each_class": True, "digest": pinned.digest_of(cut)}
+    monkeypatch.setitem(pinned.PINS, "whole", pin)
+    yield whole, cut
+    forget_data()
+
+
+@pytest.mark.parametrize("has", ["the whole", "the subset"])
+def test_who_has_the_whole_data_set_gets_the_subset_that_is_pinned(whole_set, has, monkeypatch):
+    whole, cut = whole_set
+    monkeypatch.setattr(data, "load", lambda _name: whole if has == "the whole" else cut)
+    pinned.check("whole")
+    loaded = pinned.load("whole")
+    for split, expected in ((loaded.train, cut.train), (loaded.test, cut.test)):
+        assert torch.equal(split.inputs, expected.inputs)
+        assert torch.equal(split.targets, expected.targets)
+
+
+@pytest.mark.parametrize("change", ["a pixel", "a label", "the order", "too few"])
+def test_any_change_of_the_data_is_noticed(whole_set, change, monkeypatch):
+    _, cut = whole_set
+    inputs, targets = cut.test.inputs.clone(), cut.test.targets.clone()
+    if change == "a pixel":
+        inputs[7, 0, 1, 1] ^= 1
+    elif change == "a label":
+        targets[:2] = targets[:2].flip(0)
+        assert targets[0] != targets[1]
+    elif change == "the order":
+        inputs, targets = inputs.flip(0), targets.flip(0)
+    else:
+        inputs, targets = inputs[1:], targets[1:]
+    changed = replace(cut, test=replace(cut.test, inputs=inputs, targets=targets))
+    monkeypatch.setattr(data, "load", lambda _name: changed)
+    monkeypatch.setattr(data.catalog, "entry", lambda _name: data.catalog.DATASETS[0])
+    with pytest.raises(DataError, match=r"kept rows come from whole with 1,000 train and 300 test .* \(digest .*, got"):
+        pinned.check("whole")
+
+
+def test_data_without_a_pin_is_refused(monkeypatch):
+    monkeypatch.delitem(pinned.PINS, "mnist")
+    forget_data()
+    with pytest.raises(DataError, match="data.json has no 'mnist'; add it, with the digest"):
+        pinned.check("mnist")
+    forget_data()
+
+
+@pytest.mark.parametrize("name", pinned.PINS)
+def test_the_data_folder_holds_the_pinned_data(name, monkeypatch):
+    if DATA is None:
+        pytest.skip("GRADVEIL_DATA names no folder")
+    monkeypatch.setenv("GRADVEIL_DATA", DATA)
+    if data.find(name) is None:
+        pytest.skip(f"{DATA} has no {name}")
+    forget_data()
+    pinned.check(name)
+    forget_data()
+
+
+PAGES_ON_CIFAR = [
+    page
+    for page in (ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("experiments/*/*.md"))
+    if "CIFAR-10" in page.read_text()
+]
+
+
+@pytest.mark.parametrize("page", PAGES_ON_CIFAR, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages_say_which_images_of_cifar10_their_figures_come_from(page):
+    pin = pinned.PINS["cifar10"]
+    said = f"the first {pin['train'] // 10:,} training and {pin['test'] // 10} test images of each class"
+    assert said in " ".join(page.read_text().split())
+
+
+def test_every_data_set_of_a_case_is_pinned(experiment):
+    assert {case["dataset"] for case in experiment.cases.values() if "dataset" in case} <= pinned.PINS.keys()
 
 
 def test_a_case_that_cannot_be_run_leaves_no_row(tmp_path, capsys):

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from gradveil import models
 from gradveil.core.errors import InputError, ParameterError, UnknownNameError
+from gradveil.core.registry import parse_spec
 from gradveil.models.base import REGISTRY, ImageClassifier
 
 CIFAR = (3, 32, 32)
@@ -57,8 +58,10 @@ def test_names_are_the_expected_ones():
         ("cnn6", CIFAR, 154_256),
         ("convnet", CIFAR, 2_904_970),
         ("lenet", CIFAR, 19_438),
+        ("lenet:convolutions=3", CIFAR, 15_826),  # as published
         ("mlp", MNIST, 199_210),
         ("mnist-cnn", MNIST, 119_530),
+        ("mnist-cnn:pooling=max", MNIST, 119_530),
         ("resnet10", CIFAR, 4_903_242),
         ("resnet18", CIFAR, 11_173_962),
         ("vgg11", CIFAR, 9_231_114),
@@ -66,7 +69,17 @@ def test_names_are_the_expected_ones():
     ],
 )
 def test_parameter_counts(name, input_shape, expected):
-    assert count(models.create(name, input_shape=input_shape, classes=10)) == expected
+    name, parameters = parse_spec(name)
+    assert count(models.create(name, input_shape=input_shape, classes=10, **parameters)) == expected
+
+
+@pytest.mark.parametrize("pooling", ["none", "max"])
+def test_every_layer_of_mnist_cnn_has_as_many_parameters_as_the_paper_lists(pooling):
+    model = models.create("mnist-cnn", input_shape=MNIST, classes=10, pooling=pooling)
+    assert [parameter.numel() for parameter in model.parameters()] == [288, 32, 18_432, 64, 100_352, 32, 320, 10]
+    # In its table 1 the convolutions are the modules 0 and 3, so there is a module between activation and convolution.
+    positions = [place for place, layer in enumerate(model.features) if isinstance(layer, nn.Conv2d)]
+    assert positions == ([0, 3] if pooling == "max" else [0, 2])
 
 
 @pytest.mark.parametrize(
@@ -78,8 +91,10 @@ def test_parameter_counts(name, input_shape, expected):
             "64k3s1p1 128k3s1p1 128k3s1p1 256k3s1p1 256k3s1p1 256k3s1p1 max3 256k3s1p1 256k3s1p1 max3",
         ),
         ("lenet", "12k5s2p2 12k5s2p2 12k5s1p2 12k5s1p2"),
+        ("lenet:convolutions=3", "12k5s2p2 12k5s2p2 12k5s1p2"),
         ("mlp", ""),
         ("mnist-cnn", "32k3s2p1 64k3s2p1"),
+        ("mnist-cnn:pooling=max", "32k3s1p1 max2 64k3s1p1 max2"),
         (
             "vgg11",
             "64k3s1p1 max2 128k3s1p1 max2 256k3s1p1 256k3s1p1 max2 512k3s1p1 512k3s1p1 max2 512k3s1p1 512k3s1p1 max2",
@@ -92,8 +107,8 @@ def test_parameter_counts(name, input_shape, expected):
     ],
 )
 def test_convolutions_and_pools_match_the_paper(name, expected):
-    layers = []
-    for layer in models.create(name, input_shape=CIFAR, classes=10).modules():
+    layers, (name, parameters) = [], parse_spec(name)
+    for layer in models.create(name, input_shape=CIFAR, classes=10, **parameters).modules():
         if isinstance(layer, nn.Conv2d):
             layers.append(f"{layer.out_channels}k{layer.kernel_size[0]}s{layer.stride[0]}p{layer.padding[0]}")
         elif isinstance(layer, nn.MaxPool2d):
@@ -187,7 +202,9 @@ def test_building_leaves_batch_norm_statistics_untouched():
 
 
 CASES = [(name, {}) for name in models.names()] + [
-    (name, {"norm": norm}) for name in ("convnet", "resnet10") for norm in ("group", "none")
+    *((name, {"norm": norm}) for name in ("convnet", "resnet10") for norm in ("group", "none")),
+    ("lenet", {"convolutions": 3}),
+    ("mnist-cnn", {"pooling": "max"}),
 ]
 
 
@@ -292,6 +309,7 @@ def test_description_is_complete(name):
             {"activation": "tanh"},
             "lenet: activation must be one of relu, leaky-relu, sigmoid, gelu, got 'tanh'",
         ),
+        ({"convolutions": 5}, "lenet: convolutions must be a whole number from 3 to 4, got 5"),
         ({"init": "zeros"}, "lenet: init must be one of default, uniform, got 'zeros'"),
     ],
 )
@@ -334,3 +352,8 @@ def test_a_user_model_is_built_from_its_file(tmp_path):
     ):
         with pytest.raises(InputError, match=message):
             models.create(reference, input_shape=(1, 4, 4), classes=2)
+
+
+def test_images_too_small_to_be_pooled_are_refused():
+    with pytest.raises(InputError, match="mnist-cnn: images must be at least 4 x 4, got 3 x 3"):
+        models.create("mnist-cnn", input_shape=(1, 3, 3), classes=2, pooling="max")

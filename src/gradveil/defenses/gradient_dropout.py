@@ -22,8 +22,8 @@ class GradientDropout(Perturbation):
     .. math:: \tilde g_i = g_i / keep \text{ with probability } keep, \text{ else } N(0, std^2)
 
     It is unbiased: the expectation is g. The expected squared distance per coordinate is
-    ``(1 - keep) / keep * mean(g^2) + (1 - keep) std^2`` (the paper's appendix has a slip, (1 - keep)^2); see
-    `gradveil.theory.dropout_distance`.
+    ``(1 - keep) / keep * mean(g^2) + (1 - keep) std^2``; `gradveil.theory.dropout_distance` says where the paper's
+    appendix slips, and `gradveil.theory.dropout_drift` corrects its theorems on convergence.
 
     The paper calls decoys indistinguishable from values. With one std for all layers that holds only for layers whose
     gradients happen to have that scale; in others the decoys stand out, and `gradveil.metrics.decoy_auc` measures by

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from gradveil.defenses.base import DEFENSES, Defense, check_result
 from gradveil.defenses.knowledge import Evidence, Knowledge, read_ranked
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Update
+
+ROUNDING = 1e-6
+"""Noise smaller than this, in units of a layer's largest value, is lost in the rounding of float32."""
 
 
 @DEFENSES.register("outpost")
@@ -34,6 +38,11 @@ class Outpost(Defense):
 
     It needs the weights, not the data: under FedAvg it acts once, on the finished update, with the weights the server
     sent. The round count is kept in the client's `memory`.
+
+    **The server chooses the noise.** The risk of a layer is the variance of weights that the server sent. A layer whose
+    weights are all equal or tiny, such as the imprint block of `robbing-the-fed`, has risk 0 and gets no noise; there
+    outpost is top-k, whatever `scale` is. It warns when a weight matrix gets none, and `gradveil.inspect` finds such
+    blocks beforehand.
 
     Choices where the sources say nothing: the paper decays over local iterations, we over rounds; the Fisher threshold
     is per layer (a common one would leave whole layers untouched); noise comes before pruning, so that the update is as
@@ -60,6 +69,10 @@ class Outpost(Defense):
     """
 
     paper = "Wang et al., INFOCOM 2023"
+    caveat = (
+        "its noise follows the variance of each layer's weights, and these come from the server: a layer of equal or "
+        "tiny weights, such as an imprint block, gets no noise and is only pruned, as by top-k."
+    )
     has_adaptive_attacker = True
 
     scale: float = number(0.8, low=0, strength=(1e-3, 100.0), log=True)
@@ -82,6 +95,7 @@ class Outpost(Defense):
         if draw >= 1 / (1 + self.decay * rounds):
             return update
         weights = client.task.parameters
+        self._warn_of_layers_without_noise(update, weights)
         result = {name: self._perturbed(value, weights[name], source) for name, value in update.items()}
         check_result(self, result)
         return Update(result, update.meta)
@@ -117,6 +131,23 @@ class Outpost(Defense):
         ordered = read_ranked(withheld_top=False)
         summary = "matches what arrived, weighs a prior by the noise; an honest round is matched exactly"
         return {"arrived": Knowledge(summary, read=read, variance=variance)}
+
+    def _warn_of_layers_without_noise(self, update: Gradients, weights: Mapping[str, Tensor]) -> None:
+        if not (self.scale and self.noised):
+            return
+        # Only matrices and kernels: biases and normalisations of an honest model begin as constants, too.
+        bare = [
+            name
+            for name, value in update.items()
+            if value.ndim > 1 and self.scale * layer_risk(weights[name]) < ROUNDING * float(value.abs().max())
+        ]
+        if bare:
+            warnings.warn(
+                f"{self.name}: adds no noise to {', '.join(bare)}, where the weights that the server sent have no "
+                "variance, so these are only pruned, as by top-k; check the model with gradveil.inspect, or use a "
+                "defense whose noise the server does not choose",
+                stacklevel=2,
+            )
 
     def _perturbed(self, gradient: Tensor, weights: Tensor, source: Source) -> Tensor:
         row = gradient.reshape(1, -1)

@@ -175,7 +175,7 @@ def describe(name: str) -> Description:
     """What the model called `name` is, where it comes from and which parameters `create` takes for it.
 
     >>> describe("lenet").parameters
-    {'activation': 'sigmoid', 'init': 'default'}
+    {'convolutions': 4, 'activation': 'sigmoid', 'init': 'default'}
     """
     factory: Any = REGISTRY.get(name)
     summary, _, _ = (inspect.getdoc(factory) or "").partition("\n")
