@@ -3,8 +3,8 @@
 A table has a line for each row that its `where` selects (or for each of its `lines`) and a cell for each of its
 `columns`: the text `show`, with fields of the row in braces. `from` names another row to show and `base` a row to
 compare with, both by the name of the case; these keys may be in a table, a line or a column. Rows for which the text
-`joined` is the same are one line, in which numbers are lists with an entry for each row. In addition to its own fields,
-a row has
+`joined` is the same are one line, in which numbers are lists with an entry for each row, and lists follow one another.
+In addition to its own fields, a row has
 
     median_X, mean_X, min_X, max_X, sum_X, count_X   a summary of a field that is a list
     percent_X                                        a hundred times a field
@@ -81,19 +81,18 @@ def select_rows(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[View]
 
 
 def joined_rows(text: str, rows: Sequence[View]) -> list[View]:
-    """One row for all that have the same `text`: their numbers as lists, everything else as in the first of them."""
+    """One row for all that have the same `text`: numbers as lists, lists as one, all else as in the first of them."""
     groups: dict[str, list[View]] = {}
     for row in rows:
         groups.setdefault(text.format_map(row), []).append(row)
-    return [
-        View(
-            {
-                key: [row.get(key) for row in group] if isinstance(value, int | float) else value
-                for key, value in group[0].items()
-            }
-        )
-        for group in groups.values()
-    ]
+
+    def joined(key: str, group: list[View]) -> Any:
+        first = group[0][key]
+        if isinstance(first, int | float):
+            return [row.get(key) for row in group]
+        return [entry for row in group for entry in row.get(key) or []] if isinstance(first, list) else first
+
+    return [View({key: joined(key, group) for key in group[0]}) for group in groups.values()]
 
 
 def table(spec: Mapping[str, Any], rows: Mapping[str, View]) -> list[str]:
