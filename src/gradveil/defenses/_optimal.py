@@ -85,10 +85,6 @@ class SensitivityDriven(StepDefense):
             source: the client's randomness.
         """
 
-    def clipped(self, gradients: Gradients) -> Gradients:
-        """The gradients before the noise is added; a coordinate that is clipped here no longer reacts to the input."""
-        return gradients
-
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """In the global form, measure the public examples one at a time."""
         if self.form == "local":
@@ -251,7 +247,7 @@ def optimal_variance(
         sensitivity: s^2 by layer.
         weight: g^2 by layer.
         std: standard deviation of the uniform noise that is as strong, by the measure `scale_by`.
-        scale_by: ``"power"``: the mean variance is ``std^2``; ``"frobenius"``: the root mean square of the variances is.
+        scale_by: what is ``std^2``: ``"power"``: the mean variance; ``"frobenius"``: the variances' root mean square.
         cap: largest ratio, as a multiple of the median of the nonzero ratios; None: no limit.
         layerwise: whether to use one variance per layer, from the sums over the layer.
         where: True for coordinates that get noise; the others get none and do not count. Default: all.

@@ -92,6 +92,6 @@ class OptimalNoise(SensitivityNoise):
         """Add the noise."""
         return self.checked(add_noise(gradients, self.variance(sensitivity, weight), self.std, source))
 
-    def noise_variance(self) -> Mapping[str, Tensor] | None:
+    def noise_variance(self, *, batch_size: int = 1) -> Mapping[str, Tensor] | None:
         """The variance of the prepared global form."""
         return None if self.measured is None or self.idle else self.variance(*self.measured)
