@@ -72,7 +72,7 @@ class OptimalNoise(SensitivityNoise):
     cap: float | None = number(100.0, low=1, optional=True)
     every: int = integer(1, low=1)
     layerwise: bool = flag(False)
-    scale_by: str = choice("power", SCALES)
+    scale_by: str = choice("power", SCALES, quiet=True)
     measured: Measured | None = state()
 
     @property

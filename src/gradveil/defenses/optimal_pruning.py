@@ -72,7 +72,7 @@ class OptimalPruning(SensitivityDriven):
     form: str = choice("local", FORMS)
     every: int = integer(1, low=1)
     layerwise: bool = flag(False)
-    std: float = number(0.0, low=0)
+    std: float = number(0.0, low=0, quiet=True)
     measured: Measured | None = state()
 
     @property

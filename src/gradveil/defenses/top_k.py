@@ -48,7 +48,7 @@ class TopK(Perturbation):
     adds_noise, keeps_zeros = False, True
 
     keep: float = number(0.2, above=0, high=1, strength=(1.0, 1e-4), log=True)
-    form: str = choice("layer", FORMS)
+    form: str = choice("layer", FORMS, quiet=True)
 
     def perturb_layers(
         self, layers: Mapping[str, Tensor], draws: Draws, announced: Announced | None = None
