@@ -74,6 +74,7 @@ PAGES = {
     "baselines": ("experiments/baselines/README.md", [0, 1]),
     "federation": ("docs/federation.md", [0, 1]),
     "pruning_and_dropout": ("docs/pruning-and-dropout.md", [0, 1, 2]),
+    "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
 }
 
