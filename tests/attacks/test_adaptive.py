@@ -19,6 +19,7 @@ from gradveil.core.randomness import source_of
 from gradveil.defenses import _transforms as transforms
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
 from gradveil.defenses.refiner import STEP
+from gradveil.update import variance_factor
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -68,6 +69,8 @@ EXACT = [  # defenses whose effect on a gradient is explained exactly by knowing
     "aligned-dual-pruning:k1=0.1,keep=0.2",
     "top-k:keep=0.3",
     "top-k:keep=0.3+error-feedback",
+    "top-k:keep=0.3,form=global",
+    "top-k:keep=0.3,form=global+error-feedback",
     "optimal-pruning:rate=0.6",
     "gradient-dropout:keep=0.6,std=0.5",
     "gradient-dropout:keep=0.6,std=0.5+error-feedback",
@@ -79,6 +82,7 @@ EXACT = [  # defenses whose effect on a gradient is explained exactly by knowing
     "risk-slicing:slices=8,ratio=0.4,std=0.0,clip=0.01",
     "dp-sgd:clip=0.01,noise_multiplier=0.0",
     "optimal-dp-sgd:clip=0.01,std=0.0",
+    "coordinate-dp-sgd:clip=0.01,std=0.0",
     "outpost:scale=0,pruned=0.7,decay=0",
     "precode:width=4",
 ]
@@ -192,6 +196,33 @@ class TestEvidence:
                 for images, local in ((1, None), (4, None), (4, gradveil.LocalSteps(epochs=2, batch_size=1))):
                     found |= set(defense.adapt(prepared, batch_size=images, local=local) or {"expectation"})
             assert found == documented.get(name, documented["any other"]), name
+
+    def test_ranks_over_all_layers_bound_a_layer_that_sent_nothing(self, task):
+        gradient = {"small": torch.tensor([0.1, -0.2]), "large": torch.tensor([3.0, 4.0, -1.0, 2.0])}
+        defense = gradveil.defense("top-k:keep=0.5,form=global")
+        sent = dict(defense.perturb(gradient))
+        assert not sent["small"].any()
+        candidate = {"small": torch.tensor([5.0, -0.2]), "large": torch.tensor([3.0, 4.0, -9.0, 2.0])}
+        evidence = defense.adapt(task)["ordered"].read(candidate, sent)
+        torch.testing.assert_close(evidence.allowed["small"], torch.tensor([2.0, -0.2]))
+        torch.testing.assert_close(evidence.allowed["large"][2], torch.tensor(-2.0))
+        assert evidence.weights["large"].tolist() == [1, 1, 0, 1]
+
+    def test_pruning_with_noise_is_read_where_it_arrived_and_weighed_by_its_noise(self, task, example):
+        local = gradveil.LocalSteps(epochs=1, batch_size=2, lr=0.1)
+        for form in ("local", "global"):
+            defense = gradveil.defense("optimal-pruning", rate=0.6, std=0.1, form=form)
+            defense, prepared, seen = observed(defense, task, example)
+            [knowledge] = defense.adapt(prepared).values()
+            assert knowledge.variance == pytest.approx(0.01)
+            evidence = knowledge.read(task.gradients(*example), dict(seen[0][1]))
+            kept = sum(float(weight.sum()) for weight in evidence.weights.values())
+            assert kept == task.size - int(0.6 * task.size)
+            steps = defense.adapt(prepared, batch_size=4, local=local)
+            if form == "local":
+                assert not steps  # each step may have dropped other coordinates
+            else:
+                assert steps["arrived"].variance == pytest.approx(0.01 * variance_factor(local, 4))
 
     @given(st.lists(st.floats(-3, 3), min_size=4, max_size=12), st.integers(0, 10_000), st.booleans())
     def test_ranks_are_bounds_that_the_candidate_is_moved_into(self, gradient, seed, top):

@@ -84,7 +84,13 @@ def test_an_audit_writes_what_the_contract_says(data_file, tmp_path):
 def test_bounds_are_written_if_they_exist(data_file, tmp_path):
     config = config_for(
         data_file,
-        defenses=("gaussian-noise:std=0.5", "optimal-noise:form=global", "optimal-noise", "optimal-pruning"),
+        defenses=(
+            "gaussian-noise:std=0.5",
+            "optimal-noise:form=global",
+            "dp-sgd:clip=0.5",
+            "optimal-noise",
+            "optimal-pruning",
+        ),
         attacks=("idlg:iterations=1",),
         model="mlp:activation=sigmoid",  # a ReLU that is off for all public images would get no noise at all
         rounds=1,
@@ -93,11 +99,12 @@ def test_bounds_are_written_if_they_exist(data_file, tmp_path):
     bounds = {}
     for row in rows(tmp_path / "out"):
         bounds.setdefault(row["defense_spec"], set()).add(row["bound_mse"])
-    none, uniform, by_public, local, pruning = (bounds.pop(spec) for spec in config.defenses)
+    none, uniform, by_public, clipping, local, pruning = (bounds.pop(spec) for spec in config.defenses)
     assert none == local == pruning == bounds.pop(None) == {None}
     assert len(uniform) == len(by_public) == 1  # one bound per defense, whatever chunk its victims are in
     assert 0 < uniform.pop() < 0.01
     assert 0 < by_public.pop() < 0.01
+    assert 0 < clipping.pop() < 0.01
 
 
 def test_batches_are_audited_with_one_assignment(data_file, tmp_path):

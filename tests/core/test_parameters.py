@@ -86,6 +86,18 @@ def test_state_is_not_a_parameter_but_counts_for_equality():
     assert len({before, after, Made()}) == 2
 
 
+def test_a_parameter_that_came_later_is_in_the_spec_only_if_it_is_not_the_default():
+    """Seeded random numbers are derived from specs, so that of what a method did before must not change."""
+    assert str(gradveil.defense("top-k")) == "top-k:keep=0.2"
+    assert str(gradveil.defense("optimal-pruning")) == (
+        "optimal-pruning:rate=0.8,directions=10,form=local,every=1,layerwise=false"
+    )
+    for spec in ("top-k:form=global", "optimal-noise:scale_by=frobenius", "optimal-pruning:std=0.5"):
+        defense = gradveil.defense(spec)
+        assert spec.partition(":")[2] in str(defense)
+        assert gradveil.defense(str(defense)) == defense
+
+
 def test_an_undeclared_field_is_refused():
     @dataclasses.dataclass(frozen=True, repr=False)
     class Undeclared(Method):

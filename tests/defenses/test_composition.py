@@ -277,6 +277,9 @@ def test_a_scoped_memory_is_a_mapping_of_its_own():
 
 def test_specs_of_compositions():
     assert str(gradveil.defense("top-k:keep=1e-1+error-feedback")) == "top-k:keep=0.1+error-feedback"
+    assert str(gradveil.defense("top-k:keep=0.1,form=global+error-feedback")) == (
+        "top-k:keep=0.1,form=global+error-feedback"
+    )
     with pytest.raises(ParameterError, match="error-feedback wraps a defense"):
         gradveil.defense("error-feedback")
     with pytest.raises(ParameterError, match="not both"):

@@ -66,6 +66,17 @@ CASES = [
         bad=(
             ({"keep": 0}, "top-k: keep must be a number above 0 and at most 1, got 0"),
             ({"keep": 1.5}, "top-k: keep must be a number above 0 and at most 1, got 1.5"),
+            ({"form": "local"}, "top-k: form must be one of layer, global, got 'local'"),
+        ),
+    ),
+    Case(
+        "coordinate-dp-sgd",
+        {"clip": 1.0, "std": 0.1},
+        {"clip": 1e9, "std": 0.0},
+        random=True,
+        bad=(
+            ({"clip": 0}, "coordinate-dp-sgd: clip must be a number above 0, got 0"),
+            ({"std": -1}, "coordinate-dp-sgd: std must be a number of at least 0, got -1"),
         ),
     ),
     Case(
@@ -131,6 +142,7 @@ DATA_CASES = [
             ({"form": "both"}, "optimal-noise: form must be one of local, global, got 'both'"),
             ({"cap": 0.5}, "optimal-noise: cap must be a number of at least 1, got 0.5"),
             ({"every": 0}, "optimal-noise: every must be a whole number of at least 1, got 0"),
+            ({"scale_by": "u2"}, "optimal-noise: scale_by must be one of power, frobenius, got 'u2'"),
         ),
     ),
     Case(
@@ -145,7 +157,10 @@ DATA_CASES = [
         {"rate": 0.7, "layerwise": True},
         {"rate": 0.0},
         random=True,  # the sensitivity is estimated from random directions
-        bad=(({"rate": 1.5}, "optimal-pruning: rate must be a number from 0 to 1, got 1.5"),),
+        bad=(
+            ({"rate": 1.5}, "optimal-pruning: rate must be a number from 0 to 1, got 1.5"),
+            ({"std": -1}, "optimal-pruning: std must be a number of at least 0, got -1"),
+        ),
     ),
     Case(
         "refiner",
@@ -223,6 +238,9 @@ WRAPPED = [
     "dual-pruning:k1=0.1,k2=0.5+error-feedback:decay=0.9,clip=0.75",
     "aligned-dual-pruning:k1=0.1,keep=0.3+error-feedback",
     "gradient-dropout:keep=0.5,std=1.0,scale=layer",
+    "top-k:keep=0.3,form=global",
+    "top-k:keep=0.3,form=global+error-feedback",
+    "coordinate-dp-sgd:clip=0.5,std=0.1+top-k:keep=0.3",
     "top-k:keep=0.3+gaussian-noise:std=0.1",
     "top-k:keep=0.3+gaussian-noise:std=0.1+error-feedback",
 ]
@@ -483,6 +501,9 @@ every_data_spec = pytest.mark.parametrize(
         "optimal-noise:form=global,layerwise=true",
         "optimal-dp-sgd:form=global,cap=null",
         "optimal-pruning:form=global",
+        "optimal-noise:scale_by=frobenius",
+        "optimal-pruning:rate=0.5,std=0.1",
+        "optimal-pruning:rate=0.5,std=0.1,form=global",
         "optimal-noise:every=2",
         "optimal-pruning:rate=0.5+gaussian-noise:std=0.1",
         "soteria:rate=0.5,directions=3",

@@ -164,6 +164,48 @@ def test_the_global_clipped_form_measures_what_is_clipped(tiny_task, public):
     assert float(flat(defense.noise_variance())[always_clipped].max()) == 0
 
 
+@given(rough_pairs, st.one_of(st.none(), st.floats(1, 100)), st.booleans(), st.floats(1e-3, 10))
+def test_scaled_by_frobenius_the_covariance_has_the_norm_of_uniform_noise(arrays, cap, layerwise, std):
+    s2, g2 = split(arrays[0]), split(arrays[1])
+    by_norm = flat(optimal_variance(s2, g2, std=std, scale_by="frobenius", cap=cap, layerwise=layerwise))
+    by_power = flat(optimal_variance(s2, g2, std=std, cap=cap, layerwise=layerwise))
+    assert float(by_norm.norm()) == pytest.approx(std**2 * len(by_norm) ** 0.5, rel=1e-6)
+    torch.testing.assert_close(by_norm / by_norm.max(), by_power / by_power.max())
+    assert float(by_norm.sum()) <= float(by_power.sum()) * (1 + 1e-6)
+
+
+def test_optimal_noise_scaled_by_frobenius_has_less_power(tiny_task, public):
+    defense = prepared("optimal-noise", tiny_task, public, std=0.3, form="global", scale_by="frobenius")
+    variance = flat(defense.noise_variance())
+    assert float(variance.square().mean().sqrt()) == pytest.approx(0.09, rel=1e-6)
+    assert float(variance.mean()) < 0.09 / 1.1
+
+
+@pytest.mark.parametrize("form", ["local", "global"])
+def test_pruning_with_noise_puts_it_on_what_is_kept_and_on_nothing_else(form, tiny_task, tiny_batch, public):
+    """The same coordinates are kept as without noise, since the draws of the sensitivity come first."""
+    plain = prepared("optimal-pruning", tiny_task, public, rate=0.6, form=form)
+    noisy = prepared("optimal-pruning", tiny_task, public, rate=0.6, form=form, std=0.2)
+    noise = []
+    for seed in range(60):
+        clean = flat(plain.share(tiny_task, *tiny_batch, generator=seeded(seed)))
+        sent = flat(noisy.share(tiny_task, *tiny_batch, generator=seeded(seed)))
+        assert torch.equal(sent != 0, clean != 0)
+        noise.append((sent - clean)[clean != 0])
+    values = torch.cat(noise)
+    assert len(values) == 60 * (tiny_task.size - int(0.6 * tiny_task.size))
+    assert float(values.std()) == pytest.approx(0.2, rel=0.05)
+    assert abs(float(values.mean())) < 0.02
+    secure = flat(noisy.share(tiny_task, *tiny_batch))
+    assert int((secure == 0).sum()) >= int(0.6 * tiny_task.size)
+
+
+def test_noise_without_pruning_is_gaussian_noise_and_no_identity(tiny_task, tiny_batch):
+    clean = flat(tiny_task.gradients(*tiny_batch))
+    sent = flat(gradveil.defense("optimal-pruning", rate=0.0, std=0.5).share(tiny_task, *tiny_batch))
+    assert float((sent - clean).std()) == pytest.approx(0.5, rel=0.15)
+
+
 def test_pruning_removes_the_largest_ratios_over_all_layers(tiny_task, tiny_batch):
     defense = gradveil.defense("optimal-pruning", rate=0.6)
     gradients = tiny_task.gradients(*tiny_batch)

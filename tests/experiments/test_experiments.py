@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 9
+    assert len(NAMES) == 10
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -85,6 +85,7 @@ PAGES = {
     "baselines": ("experiments/baselines/README.md", [0, 1]),
     "federation": ("docs/federation.md", [0, 1]),
     "pruning_and_dropout": ("docs/pruning-and-dropout.md", [0, 1, 2]),
+    "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
 }
 

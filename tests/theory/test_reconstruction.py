@@ -105,18 +105,100 @@ def test_which_defenses_have_a_bound(tiny_task, tiny_batch, generator):
         "optimal-dp-sgd",
         "risk-slicing",
         "optimal-pruning:form=global",
+        "optimal-pruning:std=0.1",
+        "dp-sgd:noise_multiplier=0",
+        "coordinate-dp-sgd:std=0",
         "top-k:keep=0.5+gaussian-noise:std=0.1",
     )
     for spec in without:
         defense = gradveil.defense(spec)
         defense, _ = defense.prepare(tiny_task, public=public, generator=generator)
         assert theory.reconstruction_bound(tiny_task, tiny_batch, defense) is None, spec
-    for spec in ("gaussian-noise:std=0.1", "optimal-noise:form=global", "optimal-dp-sgd:form=global"):
+    having = (
+        "gaussian-noise:std=0.1",
+        "optimal-noise:form=global",
+        "optimal-dp-sgd:form=global",
+        "optimal-pruning:form=global,std=0.1",
+        "coordinate-dp-sgd:clip=0.1,std=0.1",
+        "dp-sgd:clip=0.1",
+        "dp-sgd:clip=0.1+top-k:keep=0.5",
+    )
+    for spec in having:
         defense = gradveil.defense(spec)
         defense, _ = defense.prepare(tiny_task, public=public, generator=generator)
         bound = theory.reconstruction_bound(tiny_task, tiny_batch, defense, generator=generator)
         assert 0 < bound.mse < 0.01, spec
         assert bound.values == 3 * 36
+
+
+def flat(layers) -> torch.Tensor:
+    return torch.cat([value.flatten() for value in layers.values()])
+
+
+def trace_of(step, inputs: torch.Tensor) -> float:
+    """The squared Frobenius norm of the brute-force Jacobian of a step, in the whole batch of inputs."""
+    return float(torch.autograd.functional.jacobian(step, inputs, vectorize=True).square().sum())
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9, 2.0])
+def test_clipping_examples_never_raises_the_trace(share, tiny_task, tiny_batch):
+    """dp-sgd: the Jacobian of the mean of clipped gradients, for one example and for batches, some of them clipped."""
+    inputs, labels = tiny_batch
+    norms = [float(flat(tiny_task.gradients(x[None], y[None])).norm()) for x, y in zip(*tiny_batch, strict=True)]
+    clip = share * max(norms)
+
+    def mean(images: torch.Tensor, clip: float) -> torch.Tensor:
+        gradients = [
+            flat(tiny_task.gradient(tiny_task.parameters, image[None], label[None]))
+            for image, label in zip(images, labels, strict=False)
+        ]
+        return torch.stack([g * (clip / g.norm()).clamp_max(1) for g in gradients]).mean(0)
+
+    for count in (1, 2, 3):
+        batch = inputs[:count]
+        defense = gradveil.defense("dp-sgd", clip=clip, noise_multiplier=0.0)
+        torch.testing.assert_close(flat(defense.share(tiny_task, batch, labels[:count])), mean(batch, clip))
+        clipped, plain = (trace_of(lambda x, limit=limit: mean(x, limit), batch) for limit in (clip, 1e9))
+        assert clipped <= plain * (1 + 1e-9)
+        if max(norms[:count]) > clip:
+            assert clipped < 0.999 * plain
+        defense = gradveil.defense("dp-sgd", clip=clip, noise_multiplier=2.0)
+        bound = theory.reconstruction_bound(tiny_task, (batch, labels[:count]), defense, tau=1e-9, directions=None)
+        variance = (2.0 * clip / count) ** 2  # of the noise on the mean
+        assert bound.data_information == pytest.approx(plain / variance, rel=1e-5)
+        assert bound.data_information >= clipped / variance * (1 - 1e-5)
+
+
+def test_the_noise_of_dp_sgd_is_that_on_the_mean():
+    defense = gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=2")
+    assert defense.noise_variance(batch_size=4) == 0.0625
+    assert gradveil.defense("dp-sgd:clip=0.5,noise_multiplier=2+top-k").noise_variance(batch_size=4) == 0.0625
+
+
+def test_a_clipped_coordinate_tells_nothing(tiny_task, tiny_batch):
+    """Compare tr J_F with that of the brute-force Jacobian of the clipped gradient."""
+    inputs, labels = tiny_batch
+    clip = 1.001 * float(flat(tiny_task.gradients(*tiny_batch)).abs().quantile(0.6))  # no coordinate lies on the edge
+
+    def clipped(images: torch.Tensor) -> torch.Tensor:
+        return flat(tiny_task.gradient(tiny_task.parameters, images, labels)).clamp(-clip, clip)
+
+    defense = gradveil.defense("coordinate-dp-sgd", clip=clip, std=0.1)
+    for each in (defense, gradveil.Chain(defense, gradveil.defense("top-k"))):
+        bound = theory.reconstruction_bound(tiny_task, tiny_batch, each, tau=1e-9, directions=None)
+        assert bound.data_information == pytest.approx(trace_of(clipped, inputs) / 0.01, rel=1e-5)
+    plain = theory.reconstruction_bound(tiny_task, tiny_batch, 0.01, tau=1e-9, directions=None)
+    assert bound.data_information < 0.9 * plain.data_information
+
+
+def test_a_coordinate_that_is_never_sent_tells_nothing(tiny_task, tiny_batch, generator):
+    """Pruning by public data with noise on what is kept: the sum of s^2 over what is kept, over the variance."""
+    defense = gradveil.defense("optimal-pruning:rate=0.7,form=global,std=0.1")
+    defense, _ = defense.prepare(tiny_task, public=tiny_batch, generator=generator)
+    bound = theory.reconstruction_bound(tiny_task, tiny_batch, defense, tau=1e-9, directions=None)
+    kept = flat(defense.share(tiny_task, *tiny_batch, generator=generator)) != 0
+    squared = flat(tiny_task.sensitivity(*tiny_batch, None))
+    assert bound.data_information == pytest.approx(float(squared[kept].sum()) / 0.01, rel=1e-5)
 
 
 def test_the_bound_is_zero_if_a_value_reacts_and_has_no_noise(tiny_task, tiny_batch):

@@ -63,6 +63,8 @@ class Parameter:
         strength: weakest and strongest value, if this parameter is the method's strength.
         log: whether the values between these are spaced geometrically.
         whole: whether only whole numbers are allowed.
+        quiet: whether specs leave it out while it has its default. It is for parameters that a method got later: seeded
+            random numbers are derived from specs, and must stay the same for what the method did before.
 
     Example:
         >>> fields = {"keep": number(0.2, above=0, high=1)}
@@ -76,6 +78,7 @@ class Parameter:
     strength: tuple[float, float] | None = None
     log: bool = False
     whole: bool = False
+    quiet: bool = False
 
 
 def number(
@@ -88,6 +91,7 @@ def number(
     optional: bool = False,
     strength: tuple[float, float] | None = None,
     log: bool = False,
+    quiet: bool = False,
 ) -> Any:
     """A number in [low, high] and strictly inside (above, below); None is allowed if `optional` or the default."""
 
@@ -96,7 +100,7 @@ def number(
 
     outside = [low - 1, above, high + 1, below]
     refused = tuple(bound for bound in outside if math.isfinite(bound))
-    return _field(default, Parameter(check, (*refused, "x"), optional or default is None, strength, log))
+    return _field(default, Parameter(check, (*refused, "x"), optional or default is None, strength, log, quiet=quiet))
 
 
 def integer(
@@ -121,11 +125,13 @@ def flag(default: bool) -> Any:
     return _field(default, Parameter(checks.flag, (1, "x")))
 
 
-def choice(default: str, options: Sequence[str]) -> Any:
+def choice(default: str, options: Sequence[str], *, quiet: bool = False) -> Any:
     """One of the words in `options`."""
-    return _field(
-        default, Parameter(lambda owner, name, value: checks.choice(owner, name, value, options), ("no such word", 1))
-    )
+
+    def check(owner: str, name: str, value: object) -> str:
+        return checks.choice(owner, name, value, options)
+
+    return _field(default, Parameter(check, ("no such word", 1), quiet=quiet))
 
 
 def text(default: str) -> Any:
@@ -164,6 +170,13 @@ def declared(method: Any) -> dict[str, Parameter]:
                 f"{field.name}: {_type_name(field.type)} = number(...), or another function of gradveil.core.parameters"
             )
     return {field.name: field.metadata[_KEY] for field in fields if field.metadata.get(_KEY) is not None}
+
+
+def left_out(method: Any) -> set[str]:
+    """The names of the parameters that a method's spec leaves out: the `quiet` ones that have their default."""
+    quiet = {name for name, parameter in declared(method).items() if parameter.quiet}
+    fields = dataclasses.fields(method) if quiet else ()
+    return {field.name for field in fields if field.name in quiet and getattr(method, field.name) == field.default}
 
 
 def _type_name(kind: object) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from gradveil.core import plugins
 from gradveil.core.errors import ParameterError, UnknownNameError
-from gradveil.core.parameters import check_declared, declared
+from gradveil.core.parameters import check_declared, declared, left_out
 
 T = TypeVar("T")
 Spec = tuple[str, dict[str, Any]]
@@ -136,7 +136,8 @@ class Method:
         return {name: getattr(self, name) for name in declared(self)}
 
     def __str__(self) -> str:
-        return format_spec(self.name, self.parameters)
+        silent = left_out(self)
+        return format_spec(self.name, {name: value for name, value in self.parameters.items() if name not in silent})
 
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self.parameters.items())

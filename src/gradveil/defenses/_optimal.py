@@ -21,6 +21,7 @@ from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, variance_factor
 
 FORMS = ("local", "global")
+SCALES = ("power", "frobenius")
 SMALLEST_GRADIENT = 1e-6
 """The paper's c: a smaller gradient counts as this large, so that no ratio is infinite."""
 
@@ -83,10 +84,6 @@ class SensitivityDriven(StepDefense):
             weight: g^2 of every coordinate; in the global form that of the public examples.
             source: the client's randomness.
         """
-
-    def clipped(self, gradients: Gradients) -> Gradients:
-        """The gradients before the noise is added; a coordinate that is clipped here no longer reacts to the input."""
-        return gradients
 
     def prepare(self, task: Task, *, public: Batch | None = None, generator: torch.Generator | None = None) -> Prepared:
         """In the global form, measure the public examples one at a time."""
@@ -234,11 +231,12 @@ def optimal_variance(
     weight: Mapping[str, Tensor],
     *,
     std: float,
+    scale_by: str = "power",
     cap: float | None = None,
     layerwise: bool = False,
     where: Mapping[str, Tensor] | None = None,
 ) -> Gradients:
-    r"""The noise variance of each coordinate, with mean ``std^2``, that leaks least for its cost in utility.
+    r"""The noise variance of each coordinate that leaks least for its cost in utility, at the level `std`.
 
     .. math:: \Sigma_{ii} = \lambda \, s_i / \max(|g_i|, c)
 
@@ -248,7 +246,8 @@ def optimal_variance(
     Args:
         sensitivity: s^2 by layer.
         weight: g^2 by layer.
-        std: square root of the mean variance.
+        std: standard deviation of the uniform noise that is as strong, by the measure `scale_by`.
+        scale_by: what is ``std^2``: ``"power"``: the mean variance; ``"frobenius"``: the variances' root mean square.
         cap: largest ratio, as a multiple of the median of the nonzero ratios; None: no limit.
         layerwise: whether to use one variance per layer, from the sums over the layer.
         where: True for coordinates that get noise; the others get none and do not count. Default: all.
@@ -256,6 +255,8 @@ def optimal_variance(
     >>> s2, g2 = {"w": torch.tensor([1.0, 4.0])}, {"w": torch.tensor([1.0, 1.0])}
     >>> optimal_variance(s2, g2, std=3.0)["w"].tolist()  # s is 1 and 2
     [6.0, 12.0]
+    >>> optimal_variance(s2, g2, std=5**0.5, scale_by="frobenius")["w"].square().mean().sqrt().item()
+    5.0
     """
     names = [name for name, value in sensitivity.items() if value.numel()]
     if where is not None:
@@ -280,6 +281,8 @@ def optimal_variance(
         ratios = {name: torch.ones_like(ratios[name]) if where is None else where[name].double() for name in names}
         total = float(noisy_count)
     scale = std**2 * noisy_count / total if total else 0.0
+    if scale and scale_by == "frobenius":
+        scale = std**2 * math.sqrt(noisy_count / math.fsum(float(value.square().sum()) for value in ratios.values()))
     return {
         name: (scale * ratios[name]).to(value.dtype) if name in ratios else torch.zeros_like(value)
         for name, value in sensitivity.items()
@@ -287,5 +290,5 @@ def optimal_variance(
 
 
 def add_noise(gradients: Mapping[str, Tensor], variance: Mapping[str, Tensor], std: float, source: Source) -> Gradients:
-    """The gradients plus independent normal noise of these variances, whose mean is `std` squared."""
+    """The gradients plus independent normal noise of these variances, of which `std` squared is typical."""
     return {name: source.add_normal(value, variance[name].sqrt(), typical=std) for name, value in gradients.items()}

@@ -255,12 +255,21 @@ class Defense(Method, ABC):
         """
         return {}
 
-    def noise_variance(self) -> float | Mapping[str, Tensor] | None:
-        """Variance of the normal noise on each value, if the defense does nothing else and no data decides its level.
+    def noise_variance(self, *, batch_size: int = 1) -> float | Mapping[str, Tensor] | None:
+        """Variance of the normal noise on each value, if no data decides its level and every value has noise.
 
-        Otherwise None; then no reconstruction bound is known (`gradveil.theory.reconstruction_bound`).
+        The defense may clip before it adds the noise, since clipping only removes information. A value that it never
+        sends has infinite variance. Otherwise None; then no reconstruction bound is known
+        (`gradveil.theory.reconstruction_bound`).
+
+        Args:
+            batch_size: number of examples behind the update, over which a defense may average its noise.
         """
         return None
+
+    def clipped(self, gradients: Gradients) -> Gradients:
+        """The gradients before the noise is added; a coordinate that is clipped here no longer reacts to the input."""
+        return gradients
 
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None

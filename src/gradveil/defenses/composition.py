@@ -195,9 +195,13 @@ class Chain(Composition, composed=True):
             forms = {name: _chained(strongest, form) for name, form in forms.items()} if strongest else {}
         return forms
 
-    def noise_variance(self) -> float | Mapping[str, Tensor] | None:
+    def noise_variance(self, *, batch_size: int = 1) -> float | Mapping[str, Tensor] | None:
         """The noise of the first part: processing its noisy update further can only remove information."""
-        return self.parts[0].noise_variance()
+        return self.parts[0].noise_variance(batch_size=batch_size)
+
+    def clipped(self, gradients: Gradients) -> Gradients:
+        """What the first part clips before it adds its noise."""
+        return self.parts[0].clipped(gradients)
 
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None

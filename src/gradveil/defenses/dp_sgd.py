@@ -23,6 +23,11 @@ class DPSGD(StepDefense):
 
     The norm is taken over all layers of one example together. Under FedAvg it acts in every local step.
 
+    Its reconstruction bound is that of its noise without the clipping, which holds because clipping only lowers tr J_F.
+    Where an example's gradient g is longer than `clip`, the derivative of the clipping is :math:`(clip / |g|) (I - g
+    g^T / |g|^2)`, whose norm is at most 1, and elsewhere it is the identity; so no example's Jacobian grows, and the
+    trace of a batch is the sum over its examples. Where much is clipped, the true bound is higher.
+
     **In use** (without a generator) the clipped gradients are truncated to a grid, which never makes one longer, and
     summed exactly; the noise is a discrete Gaussian on that grid from a cryptographic stream. The guarantee below is
     that of this mechanism, floating point included; the argument is in `core.randomness.discrete`. With a torch
@@ -86,6 +91,10 @@ class DPSGD(StepDefense):
                 variance=sum((std * weight / count) ** 2 for weight, count in steps),
             )
         }
+
+    def noise_variance(self, *, batch_size: int = 1) -> float | None:
+        """The variance of the noise on the mean of a batch; None if it only clips."""
+        return (self.noise_multiplier * self.clip / batch_size) ** 2 or None
 
     def privacy_spent(
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None

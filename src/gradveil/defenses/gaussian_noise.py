@@ -48,6 +48,6 @@ class GaussianNoise(Perturbation):
         """Squared distances are the likelihood already; the noise level says how far to trust an image prior."""
         return {"prior": Knowledge("weighs a prior by the noise", variance=self.std**2)}
 
-    def noise_variance(self) -> float | None:
+    def noise_variance(self, *, batch_size: int = 1) -> float | None:
         """The variance, the same for every value."""
         return self.std**2 or None

@@ -108,11 +108,11 @@ def read_arrived(_expected: Gradients, update: Gradients) -> Evidence:
     return Evidence(update, {name: (value != 0).to(value.dtype) for name, value in update.items()})
 
 
-def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Evidence]:
+def read_ranked(withheld_top: bool, over_all_layers: bool = False) -> Callable[[Gradients, Gradients], Evidence]:
     """A `read` for updates from which each layer's smallest values were held back, and its largest if `withheld_top`.
 
     Every coordinate that did not arrive is then at most as large as the smallest that did, or, with `withheld_top`, at
-    least as large as the largest.
+    least as large as the largest. With `over_all_layers` the smallest and the largest are those of the whole update.
 
     >>> sent, candidate = {"w": torch.tensor([0.0, 2.0, 3.0])}, {"w": torch.tensor([2.6, 2.0, 3.0])}
     >>> read_ranked(withheld_top=False)(candidate, sent).allowed["w"][0].item()
@@ -124,9 +124,10 @@ def read_ranked(withheld_top: bool) -> Callable[[Gradients, Gradients], Evidence
     def read(expected: Gradients, update: Gradients) -> Evidence:
         arrived = read_arrived(expected, update)
         assert arrived.weights is not None
+        everything = torch.cat([value.flatten() for value in update.values()]) if over_all_layers else None
         allowed = {}
         for name, value in update.items():
-            candidate, sent = expected[name], value.abs()
+            candidate, sent = expected[name], (value if everything is None else everything).abs()
             if not sent.numel():
                 allowed[name] = candidate
                 continue

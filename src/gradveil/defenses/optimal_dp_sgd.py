@@ -92,7 +92,7 @@ class OptimalDpSgd(SensitivityNoise):
             unclipped = {name: value.abs() < self.clip for name, value in gradients.items()}
         return self.checked(add_noise(clipped, self._variance(sensitivity, weight, unclipped), self.std, source))
 
-    def noise_variance(self) -> Mapping[str, Tensor] | None:
+    def noise_variance(self, *, batch_size: int = 1) -> Mapping[str, Tensor] | None:
         """The variance of the prepared global form."""
         return None if self.measured is None or self.std == 0 else self._variance(*self.measured, None)
 

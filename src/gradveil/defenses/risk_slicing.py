@@ -109,7 +109,7 @@ class RiskSlicing(Defense):
     clip: float | None = number(None, above=0)
     compensate: bool = flag(True)
     aspect: float = number(ASPECT, low=1)
-    balance: str = choice("risk-share", BALANCES)
+    balance: str = choice("risk-share", BALANCES, quiet=True)
     slice_of: Tensors | None = state()  # the slice number of every coordinate, set by `prepare`
 
     @property

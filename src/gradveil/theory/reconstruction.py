@@ -81,8 +81,13 @@ def reconstruction_bound(
     by N(0, tau^2): for those tr J_P is at most n_x / tau^2, whatever the images are. It says nothing about images that
     are not smoothed: an attacker who knows that x is one of two photographs needs no gradient to be nearly right.
 
+    A defense may clip before it adds the noise: a clipped coordinate (``coordinate-dp-sgd``, ``optimal-dp-sgd``) does
+    not react to the input and counts as s = 0; clipping by the norm (``dp-sgd``) is left out, which can only make the
+    bound lower than it need be.
+
     There is no bound (None) if the noise is not normal, if its level depends on the data (then the level reveals
-    something too), or for pruning, slicing and everything else that does not put noise on every value.
+    something too), or for pruning, slicing and everything else that does not put noise on every value. (Pruning with
+    noise on what is kept has one if public data decides what is kept: the rest has infinite variance.)
 
     Args:
         task: the model at the weights the victims see.
@@ -109,13 +114,14 @@ def reconstruction_bound(
         0.01
     """
     checks.number("reconstruction_bound", "tau", tau, above=0)
-    if isinstance(noise, Defense):
-        noise = noise.noise_variance()
-    if noise is None:
-        return None
     batches = _batches(data)
     if not batches or len({inputs.shape for inputs, _ in batches}) != 1:
         raise InputError("reconstruction_bound: expected at least one batch, all of the same size")
+    defense = noise if isinstance(noise, Defense) else None
+    if isinstance(noise, Defense):
+        noise = noise.noise_variance(batch_size=len(batches[0][0]))
+    if noise is None:
+        return None
     variance = {
         name: noise[name].double() if isinstance(noise, Mapping) else torch.full_like(value, noise, dtype=torch.float64)
         for name, value in task.parameters.items()
@@ -126,7 +132,12 @@ def reconstruction_bound(
     traces = []
     for inputs, labels in batches:
         smoothing = torch.randn(inputs.shape, generator=generator, dtype=inputs.dtype, device=inputs.device)
-        squared = task.sensitivity(inputs + tau * smoothing, labels, directions, generator=generator)
+        smoothed = inputs + tau * smoothing
+        squared = task.sensitivity(smoothed, labels, directions, generator=generator)
+        if defense is not None:
+            gradients = task.gradients(smoothed, labels)
+            clipped = defense.clipped(gradients)
+            squared = {name: value * (clipped[name] == gradients[name]) for name, value in squared.items()}
         traces.append(math.fsum(information(squared[name], variance[name]) for name in squared))
     values = batches[0][0].numel()
     return cramer_rao(values, math.fsum(traces) / len(traces), values / tau**2)
