@@ -78,7 +78,9 @@ def blended_start(case: Row, session: Session) -> Row:
     for name, blend in (("from image", 0.0), ("from start", 0.5)):
         memory: dict[str, Tensor] = {}
         generator = torch.Generator().manual_seed(case["seed"])
-        gradveil.defense("refiner", blend=blend, balance=1e6).share(build(case), images, labels, generator=generator, memory=memory)
+        gradveil.defense("refiner", blend=blend, balance=1e6).share(
+            build(case), images, labels, generator=generator, memory=memory
+        )
         lines[name] = memory["trained_on"]
     shown = torch.cat([lines[name] for name in ("image", "from image", "start", "from start")], dim=2)
     (session.folder / "blended_start.png").write_bytes(IMAGE.render(interpolate(shown, scale_factor=4)))

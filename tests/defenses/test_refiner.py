@@ -158,7 +158,10 @@ class TestSearch:
             defense = Refiner(balance=balance)
             before, after = (
                 utility(defense, tiny_task, own, at, labels) - balance * network(at).mean().item()
-                for at in (start, defense.refine(tiny_task, own, labels, start, defense.weights(own, tiny_task.parameters), 10))
+                for at in (
+                    start,
+                    defense.refine(tiny_task, own, labels, start, defense.weights(own, tiny_task.parameters), 10),
+                )
             )
             assert after < before
 
