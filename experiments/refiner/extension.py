@@ -42,7 +42,7 @@ def attack(case: Row, session: Session) -> Row:
     return row
 
 
-def search(case: Row, session: Session) -> Row:
+def search(case: Row, _session: Session) -> Row:
     """How far the search gets from the blended start: the distance to the client's gradient, D, and the error of x*."""
     task, victims, defense = build(case), victims_of(case), gradveil.defense(case["defense"])
     names = ("gradient_norm", "blend_distance", "blend_noise_ratio", "distance", "noise_ratio", "mse")

@@ -167,8 +167,13 @@ class TestSearch:
 
     @pytest.mark.parametrize(
         ("parameters", "count"),
-        [({"activation": "gelu"}, 1), ({"activation": "gelu"}, 8), ({"activation": "relu"}, 1)]
-        + [({"activation": "relu"}, 8), ({"init": "uniform"}, 1)],
+        [
+            ({"activation": "gelu"}, 1),
+            ({"activation": "gelu"}, 8),
+            ({"activation": "relu"}, 1),
+            ({"activation": "relu"}, 8),
+            ({"init": "uniform"}, 1),
+        ],
     )
     def test_it_improves_both_terms_over_the_blended_start(self, photographs, parameters, count):
         """With the weights as printed, D alone decides the direction, and the gradient ends further away."""
