@@ -71,8 +71,8 @@ class Refiner(StepDefense):
     more iterations (the paper's figure 13), for single images and for batches of 16 on a GELU LeNet with normalised
     images, a ReLU LeNet and mnist-cnn, and for single images on a LeNet with uniform weights; for 16 images there,
     where the loss is rough, the distance grows (experiments/refiner, table "The search"). D(x*) is .61 to .80 for
-    single images (.51 on the uniform LeNet); appendix K has .63 above D(x). The mean squared error between x and x*, however,
-    is .036 to .071, where appendix K has .0839: ``normalise=False, step=0.06`` comes near that on LeNets with
+    single images (.51 on the uniform LeNet); appendix K has .63 above D(x). The mean squared error between x and x*,
+    however, is .036 to .071, where appendix K has .0839: ``normalise=False, step=0.06`` comes near that on LeNets with
     default weights, but then the search brings the gradients of 16 images hardly nearer than the blend.
 
     Args:
