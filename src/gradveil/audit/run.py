@@ -211,7 +211,7 @@ class Subject:
             config.batch_size,
             clients=config.aggregated,
             seed=config.seed,
-            publishers=dataset.train,
+            publishers=dataset.train if any(create_defense(spec).announces for spec in config.defenses) else None,
         )
         modality, train_split = task.modality, dataset.train
         one = victims.inputs[0, :1]
