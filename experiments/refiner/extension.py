@@ -88,11 +88,11 @@ def blended_start(case: Row, session: Session) -> Row:
 
 
 def derive(row: Mapping[str, Any]) -> Row:
-    """Whether the result is private by the paper's thresholds."""
-    if row.get("kind") != "attack":
+    """What the attacker knows of the defense, and whether the result is private by the paper's thresholds."""
+    if row.get("kind") not in ("attack", "blind guess"):
         return {}
     private = row["median_psnr"] < 15 and row["median_ssim"] < 0.5 and row["median_noise_ratio"] > 0.4
-    return {"private": "yes" if private else "no"}
+    return {"private": "yes" if private else "no", "knows": row.get("form") or "nothing", "by": row.get("by", "")}
 
 
 KINDS = {"attack": attack, "blended start": blended_start, "search": search}

@@ -136,7 +136,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
         (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "but there is no file"),
         (["train", "--model", "mine.py"], "expected FILE.py@FUNCTION, got no function; write mine.py@NAME"),
-        (["train", "--model", "lenet:act=relu"], "unknown parameter 'act'; it takes: activation, init"),
+        (["train", "--model", "lenet:act=relu"], "unknown parameter 'act'; it takes: convolutions, activation, init"),
         (
             ["train", "--defense", "top-k+errorfeedback"],
             "unknown defense 'errorfeedback'; did you mean error-feedback?",

@@ -37,7 +37,7 @@ def create(spec: str, /, **parameters: Any) -> Defense:
     >>> create("dual-pruning", k1=0.1)
     gradveil.defense('dual-pruning', k1=0.1, k2=0.75)
     >>> create("top-k:keep=0.1+error-feedback")
-    gradveil.ErrorFeedback(gradveil.defense('top-k', keep=0.1))
+    gradveil.ErrorFeedback(gradveil.defense('top-k', keep=0.1, form='layer'))
     """
     links = re.split(r"\+(?=[a-zA-Z])", spec)
     if parameters and (len(links) > 1 or ":" in spec):
