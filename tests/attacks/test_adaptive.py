@@ -18,7 +18,7 @@ from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.randomness import source_of
 from gradveil.defenses import _transforms as transforms
 from gradveil.defenses.knowledge import Knowledge, read_ranked, read_trimmed, read_weighted, typical_variance
-from gradveil.defenses.refiner import STEP
+from gradveil.defenses.refiner import Refiner
 from gradveil.update import variance_factor
 
 
@@ -572,7 +572,7 @@ class TestUndoBlend:
     def test_it_never_unblends_more_than_was_blended(self):
         noise = torch.rand(1, 1, 32, 32, generator=seeded())
         found = gradveil.defense("refiner", blend=0.1, iterations=1).undo_blend(noise)
-        limit = math.hypot(0.1 / math.sqrt(12), STEP) / 0.9
+        limit = math.hypot(0.1 / math.sqrt(12), Refiner().step) / 0.9
         moved = (found - (noise - 0.05) / 0.9).square().mean().sqrt().item()
         assert moved == pytest.approx(limit, rel=0.01)
 
