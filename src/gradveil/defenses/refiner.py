@@ -53,8 +53,8 @@ class Refiner(StepDefense):
 
     What it does not stop: an attacker who knows it. Robust data is the image, paler and under noise, and undoing that
     (`undo-blend`, in `adapt`) recovers 19.2 dB where plain Inverting Gradients stops at 16.2 (16 CIFAR-10 images, a
-    GELU LeNet with normalised images, epsilon .1); the paper's own adaptive attack does worse than the plain one. An active
-    server's imprint block reads nine in ten images as if there were no defense (docs/active-servers.md).
+    GELU LeNet with normalised images, epsilon .1); the paper's own adaptive attack does worse than the plain one. An
+    active server's imprint block reads nine in ten images as if there were no defense (docs/active-servers.md).
 
     Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
     of the client's own images and are not protected.
