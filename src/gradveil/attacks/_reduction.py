@@ -92,6 +92,29 @@ def centres_of(rows: Tensor, shares: Tensor) -> Tensor:
     return (torch.linalg.pinv(shares.T @ shares, hermitian=True) @ products).to(rows)
 
 
+def denoised(means: Tensor, undefended: Tensor, noise: Tensor) -> Tensor:
+    r"""Estimate what clients send on average over all draws of a defense, from the mean of a few draws.
+
+    .. math:: a_i h_i + w \odot (\bar u_i - a_i h_i), \qquad w_j = \max(0, 1 - noise_j / mean_i (\bar u_i - a_i h_i)_j^2)
+
+    with the undefended update :math:`h_i` of client i and the best factor :math:`a_i`. A value whose difference to the
+    scaled undefended one is explained by the noise counts as that (w = 0); one without noise is left as it is (w = 1).
+
+    Args:
+        means: ``[clients, width]``, the mean of the draws; changed in place.
+        undefended: the undefended updates; changed in place.
+        noise: ``[width]``, the variance that the draws leave in the means.
+
+    >>> denoised(torch.tensor([[2.0, 2.1]]), torch.tensor([[1.0, 1.0]]), torch.tensor([0.0, 9.0]))
+    tensor([[2.0000, 2.0500]])
+    """
+    factors = (means * undefended).sum(1) / undefended.square().sum(1).clamp_min(torch.finfo(means.dtype).tiny)
+    expected = undefended.mul_(factors[:, None])
+    difference = means.sub_(expected)
+    explained = noise / difference.square().mean(0, dtype=torch.float64).clamp_min(torch.finfo(torch.float64).tiny)
+    return expected.add_(difference.mul_((1 - explained).clamp(0, 1).to(means)))
+
+
 def principal_directions(rows: Tensor, count: int) -> Tensor:
     """The orthonormal directions ``[width, at most count]`` in which centred rows vary most.
 

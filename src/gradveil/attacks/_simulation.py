@@ -1,7 +1,7 @@
 """Clients that an attacker simulates with public data, to learn how a defense's updates depend on the inputs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -107,6 +107,10 @@ class SimulatedClients:
                     for place, generator in enumerate(generators)
                 ]
                 yield {name: torch.stack([update[name] for update in perturbed]) for name in parameters}
+
+    def undefended(self, groups: Tensor, seeds: Tensor) -> Gradients:
+        """What the same clients would send without the defense, in one draw of their local steps."""
+        return next(replace(self, defense=create_defense("none")).draws(groups, seeds))
 
     def _share(self, group: Tensor, inputs: Tensor, labels: Tensor, seed: int) -> Gradients:
         generator = self._generator(seed)

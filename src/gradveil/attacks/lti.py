@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks._inverse import Examples, Network, fit_linear, train_network
-from gradveil.attacks._reduction import Coordinates, centres_of, principal_directions
+from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, kinds_of, split_public
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
@@ -137,7 +137,7 @@ class LTI(Attack):
         draws = self.draws if clients.are_random(learning) else 1
         draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
         coordinates = Coordinates(task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device)))
-        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // coordinates.width))]
+        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
         steps = _Steps(progress, draws * (len(subset) + len(learning)) + len(held) + network * self.epochs * len(learning))
 
@@ -206,18 +206,28 @@ class LTI(Attack):
     ) -> Tensor:
         """The principal directions of what clients send on average over the draws.
 
-        Noise that is as large as the signal, on many more values than there are clients, would otherwise hide all but
-        the first few directions; the attacker may average over it, because it simulates these clients.
+        Noise as large as the signal, on many more values than there are clients, would hide all but the first few of
+        them; the attacker may remove it, because it simulates these clients.
         """
         rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
+        undefended = torch.zeros_like(rows) if draws > 1 else None
+        squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
         done = 0
         for part in groups.split(clients.chunk(groups.shape[1])):
+            here = slice(done, done + len(part))
             for updates in clients.draws(part, _seeds(draws, len(part), generator)):
-                rows[done : done + len(part)] += coordinates.rows(updates) / draws
+                drawn = coordinates.rows(updates)
+                rows[here] += drawn / draws
+                squares += drawn.square().sum(0, dtype=torch.float64)
                 steps.add(len(part))
+            if undefended is not None:
+                undefended[here] = coordinates.rows(clients.undefended(part, _seeds(1, len(part), generator)))
             done += len(part)
+        if undefended is not None:
+            noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
+            rows = denoised(rows, undefended, noise / (draws - 1))
         centres = centres_of(rows, shares)
-        for place in range(0, len(rows), 256):  # in parts, so that there is no second table
+        for place in range(0, len(rows), 256):  # in parts, so that there is no other table
             rows[place : place + 256] -= shares[place : place + 256] @ centres
         return principal_directions(rows, self.directions)
 
