@@ -3,6 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -44,7 +46,7 @@ class Examples:
     def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Features, shares, guesses and true inputs of all clients and draws, some rows at a time."""
         for drawn in self.features:
-            for rows in torch.arange(len(drawn), device=drawn.device).split(_ROWS):
+            for rows in torch.split(torch.arange(len(drawn), device=drawn.device), _ROWS):
                 yield drawn[rows], self.shares[rows], self.guesses[rows], self.inputs[self.places[rows]]
 
 
@@ -100,10 +102,14 @@ def fit_linear(learning: Examples, held: Examples) -> tuple[Tensor, float]:
     best, least = torch.zeros(0), math.inf
     for ridge in RIDGES:
         weights = (vectors @ (rotated / (variances.clamp_min(0) + ridge)[:, None])).to(learning.features)
-        error = error_of(lambda features, _shares, weights=weights: features @ weights, held)
+        error = error_of(partial(_apply, weights), held)
         if error < least:
             best, least = weights, error
     return best, least
+
+
+def _apply(weights: Tensor, features: Tensor, _shares: Tensor) -> Tensor:
+    return features @ weights
 
 
 class Network:
@@ -122,7 +128,7 @@ class Network:
         """Random hidden layers (He et al., 2015), and zeros after them."""
         sizes = [linear.shape[0] + classes, HIDDEN, HIDDEN, linear.shape[1]]
         layers: list[Tensor] = []
-        for before, after in zip(sizes[:-1], sizes[1:], strict=True):
+        for before, after in pairwise(sizes):
             drawn = torch.randn(before, after, generator=generator, device=generator.device).to(linear)
             layers += [drawn * math.sqrt(2 / before), linear.new_zeros(after)]
         layers[-2].zero_()
@@ -181,7 +187,7 @@ def train_network(
     for epoch in range(epochs):
         drawn = learning.features[epoch % len(learning.features)]
         order = torch.randperm(clients, generator=generator, device=generator.device).to(drawn.device)
-        for rows in order.split(MINIBATCH):
+        for rows in torch.split(order, MINIBATCH):
             optimiser.param_groups[0]["lr"] = LEARNING_RATE / 2 * (1 + math.cos(math.pi * steps / (epochs * batches)))
             guesses = learning.guesses[rows]
             found = guesses + network(drawn[rows], learning.shares[rows]).view_as(guesses)

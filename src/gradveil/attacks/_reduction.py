@@ -25,8 +25,8 @@ class Coordinates:
 
     .. math:: s_j = \sum_{i: h(i) = j} \sigma_i u_i, \qquad h(i) \in \{1, ..., m\}, \ \sigma_i = \pm 1 \text{ at random}
 
-    Inner products of updates are the same in expectation (Charikar, Chen and Farach-Colton, 2002), but independent noise
-    of every value is summed too: what the update of d values says about the input is spread over d / m times the noise.
+    Inner products of updates stay the same in expectation (Charikar, Chen and Farach-Colton, 2002), but independent
+    noise is summed too: against noise on each of d values, every feature has d / m times its variance.
 
     Args:
         task: the model whose updates are meant.
@@ -88,14 +88,17 @@ def centres_of(rows: Tensor, shares: Tensor) -> Tensor:
             [5.]])
     """
     shares = shares.double()
-    products = torch.cat([shares.T @ part.double() for part in rows.split(1024, dim=1)], 1)
-    return (torch.linalg.pinv(shares.T @ shares, hermitian=True) @ products).to(rows)
+    products = torch.cat([shares.T @ part.double() for part in torch.split(rows, 1024, dim=1)], 1)
+    centres: Tensor = torch.linalg.pinv(shares.T @ shares, hermitian=True) @ products
+    return centres.to(rows)
 
 
 def denoised(means: Tensor, undefended: Tensor, noise: Tensor) -> Tensor:
     r"""Estimate what clients send on average over all draws of a defense, from the mean of a few draws.
 
-    .. math:: a_i h_i + w \odot (\bar u_i - a_i h_i), \qquad w_j = \max(0, 1 - noise_j / mean_i (\bar u_i - a_i h_i)_j^2)
+    .. math::
+        a_i h_i + w \odot (\bar u_i - a_i h_i), \qquad
+        w_j = \max(0, 1 - noise_j / mean_i (\bar u_i - a_i h_i)_j^2)
 
     with the undefended update :math:`h_i` of client i and the best factor :math:`a_i`. A value whose difference to the
     scaled undefended one is explained by the noise counts as that (w = 0); one without noise is left as it is (w = 1).
@@ -124,10 +127,10 @@ def principal_directions(rows: Tensor, count: int) -> Tensor:
     tensor([[1., 0., 0.]])
     """
     gram = torch.zeros(len(rows), len(rows), dtype=torch.float64, device=rows.device)
-    for part in rows.split(1024, dim=1):
+    for part in torch.split(rows, 1024, dim=1):
         gram.addmm_(part.double(), part.double().T)
     variances, vectors = torch.linalg.eigh(gram)
     variances, vectors = variances.flip(0)[:count], vectors.flip(1)[:, :count]
     kept = variances > _LEAST_VARIANCE * variances[0].clamp_min(torch.finfo(torch.float64).tiny)
-    weights = (vectors[:, kept] / variances[kept].sqrt()).to(rows)
+    weights: Tensor = (vectors[:, kept] / variances[kept].sqrt()).to(rows)
     return rows.T @ weights

@@ -158,8 +158,8 @@ def split_public(owner: str, kinds: Tensor, classes: int, batch_size: int, gener
     if int(counts.min()) < LEAST_PER_CLASS:
         scarce = int(counts.argmin())
         raise ThreatModelError(
-            f"{owner}: needs at least {LEAST_PER_CLASS} public inputs of each class, got {int(counts[scarce])} of class "
-            f"{scarce}; grant more of them in ThreatModel(public=...)"
+            f"{owner}: needs at least {LEAST_PER_CLASS} public inputs of each class, got {int(counts[scarce])} of "
+            f"class {scarce}; grant more of them in ThreatModel(public=...)"
         )
     learning, held = [], []
     for label in range(classes):
@@ -171,16 +171,14 @@ def split_public(owner: str, kinds: Tensor, classes: int, batch_size: int, gener
     parts = [torch.cat(learning), torch.cat(held)]
     if min(map(len, parts)) < batch_size:
         raise ThreatModelError(
-            f"{owner}: updates of {batch_size} examples need at least as many public inputs to learn from and as many to "
-            f"hold out, got {len(parts[0])} and {len(parts[1])} of {len(kinds)}; grant more of them in "
+            f"{owner}: updates of {batch_size} examples need at least as many public inputs to learn from and as many "
+            f"to hold out, got {len(parts[0])} and {len(parts[1])} of {len(kinds)}; grant more of them in "
             "ThreatModel(public=...)"
         )
     return parts
 
 
-def grouped(
-    members: Tensor, kinds: Tensor, inputs: Tensor, batch_size: int, generator: torch.Generator
-) -> Tensor:
+def grouped(members: Tensor, kinds: Tensor, inputs: Tensor, batch_size: int, generator: torch.Generator) -> Tensor:
     """Clients ``[clients, batch_size]`` with these public inputs; each input is in `batch_size` of them.
 
     A client's examples are ordered by class and, within a class, by their mean value, so that the place of an example

@@ -42,9 +42,9 @@ class LTI(Attack):
     :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
     of a client, and S is the deviation of each feature, signal and noise together.
 
-    The first rung, ``form=linear``, is the best linear map, in closed form: :math:`f = C_{xf} (C_{ff} + \lambda I)^{-1}`.
-    ``form=network`` adds a perceptron (1024-1024) to it, trained with Adam in mini-batches of 128. A tenth of the public
-    inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept, so that on held-out
+    The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
+    ``form=network`` adds a perceptron (1024-1024) to it, trained with Adam in mini-batches of 128. A tenth of the
+    public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept, so on held-out
     clients the network is never worse than the linear map. For batches, examples are ordered by label, and an error
     counts after the best assignment of predicted to true examples.
 
@@ -135,22 +135,28 @@ class LTI(Attack):
         learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
         learning = learning[: MEMORY_VALUES // self.directions]
         draws = self.draws if clients.are_random(learning) else 1
-        draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
-        coordinates = Coordinates(task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device)))
+        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
+        coordinates = Coordinates(
+            task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
+        )
         subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
-        steps = _Steps(progress, draws * (len(subset) + len(learning)) + len(held) + network * self.epochs * len(learning))
+        steps = _Steps(
+            progress, draws * len(subset) + kept * len(learning) + len(held) + network * self.epochs * len(learning)
+        )
 
         means = torch.stack([inputs[parts[0]][kinds[parts[0]] == label].mean(0) for label in range(classes)])
         flat, means = inputs.flatten(1).float(), means.flatten(1).float()
-        directions = self._directions(clients, coordinates, subset, _shares(kinds[subset], classes), draws, generator, steps)
+        directions = self._directions(
+            clients, coordinates, subset, _shares(kinds[subset], classes), draws, generator, steps
+        )
 
         def features_of(groups: Tensor, count: int) -> Tensor:
             table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
             done = 0
-            for part in groups.split(clients.chunk(threat.batch_size)):
-                for number, updates in enumerate(clients.draws(part, _seeds(count, len(part), generator))):
-                    table[number, done : done + len(part)] = coordinates.rows(updates) @ directions
+            for part in torch.split(groups, clients.chunk(threat.batch_size)):
+                for draw, updates in enumerate(clients.draws(part, _seeds(count, len(part), generator))):
+                    table[draw, done : done + len(part)] = coordinates.rows(updates) @ directions
                     steps.add(len(part))
                 done += len(part)
             return table
@@ -158,7 +164,7 @@ class LTI(Attack):
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, _shares(kinds[groups], classes), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of(learning, draws), _shares(kinds[learning], classes)
+        features, shares = features_of(learning, kept), _shares(kinds[learning], classes)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
@@ -213,7 +219,7 @@ class LTI(Attack):
         undefended = torch.zeros_like(rows) if draws > 1 else None
         squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
         done = 0
-        for part in groups.split(clients.chunk(groups.shape[1])):
+        for part in torch.split(groups, clients.chunk(groups.shape[1])):
             here = slice(done, done + len(part))
             for updates in clients.draws(part, _seeds(draws, len(part), generator)):
                 drawn = coordinates.rows(updates)
