@@ -11,7 +11,7 @@ from torch import nn
 import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks import _inverse, _reduction, lti
-from gradveil.attacks._inverse import Examples, Network, assigned, error_of, fit_linear
+from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, split_public
 from gradveil.core.errors import ThreatModelError
@@ -272,12 +272,6 @@ def test_a_network_that_only_gets_worse_is_dropped(small, monkeypatch):
     assert "layer 0" not in network.learned
     assert float(network.learned["error"]) == float(linear.learned["error"])
     assert same == psnr
-
-
-def test_an_untrained_network_is_the_linear_map(generator):
-    linear = torch.randn(5, 8, generator=generator)
-    features, shares = torch.randn(3, 5, generator=generator), torch.ones(3, 2)
-    assert torch.equal(Network.untrained(linear, 2, generator)(features, shares), features @ linear)
 
 
 def test_time_ends_the_training_after_the_epoch(small):

@@ -1,4 +1,4 @@
-"""Maps from features of updates to inputs, learned from simulated clients: a linear one, and a network on top of it."""
+"""Maps from features of updates to inputs, learned from simulated clients: a linear one and a network."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -112,34 +112,58 @@ def _apply(weights: Tensor, features: Tensor, _shares: Tensor) -> Tensor:
     return features @ weights
 
 
+@torch.no_grad()
+def gains_of(features: Tensor) -> Tensor:
+    r"""Factors on scaled features ``[draws, clients, features]``: the square root of the share that is not noise.
+
+    .. math:: g = \sqrt{s / (s + n)}, \text{ normalised to a mean square of 1}
+
+    with the variance s of what the draws of a client have in common, and n of what they do not. Ones if there is only
+    one draw: then either nothing is drawn, or nothing is known about it.
+
+    >>> gains_of(torch.tensor([[[1.0, 3.0], [-1.0, -3.0]], [[1.0, -3.0], [-1.0, 3.0]]]))
+    tensor([1.4142, 0.0000])
+    """
+    draws = len(features)
+    if draws == 1:
+        return torch.ones_like(features[0, 0])
+    total = features.square().mean((0, 1))
+    noise = (total - features.mean(0).square().mean(0)) * draws / (draws - 1)
+    gains = (1 - noise / total.clamp_min(torch.finfo(total.dtype).tiny)).clamp(0, 1).sqrt()
+    return gains / gains.square().mean().sqrt().clamp_min(torch.finfo(gains.dtype).tiny)
+
+
 class Network:
-    """A perceptron with two hidden layers that adds to the linear map's prediction; it begins by adding nothing.
+    """A perceptron with two hidden layers.
+
+    It does not add to the linear map's prediction: measured on digits under noise, a network that begins at the linear
+    map stays there, because what it would have to learn first is what that map knows already.
 
     Args:
+        gains: ``[features]``, factors on the features: those that are mostly noise come in small, which lets the
+            network learn several times faster than from features of equal size.
         layers: weights and biases of the three layers, in order.
-        linear: the linear map.
     """
 
-    def __init__(self, layers: list[Tensor], linear: Tensor) -> None:
-        self.layers, self.linear = layers, linear
+    def __init__(self, gains: Tensor, layers: list[Tensor]) -> None:
+        self.gains, self.layers = gains, layers
 
     @classmethod
-    def untrained(cls, linear: Tensor, classes: int, generator: torch.Generator) -> "Network":
-        """Random hidden layers (He et al., 2015), and zeros after them."""
-        sizes = [linear.shape[0] + classes, HIDDEN, HIDDEN, linear.shape[1]]
+    def untrained(cls, gains: Tensor, classes: int, outputs: int, generator: torch.Generator) -> "Network":
+        """Uniform random weights and biases of at most one over the square root of a layer's inputs, as torch has."""
         layers: list[Tensor] = []
-        for before, after in pairwise(sizes):
-            drawn = torch.randn(before, after, generator=generator, device=generator.device).to(linear)
-            layers += [drawn * math.sqrt(2 / before), linear.new_zeros(after)]
-        layers[-2].zero_()
-        return cls(layers, linear)
+        for before, after in pairwise([len(gains) + classes, HIDDEN, HIDDEN, outputs]):
+            for shape in ((before, after), (after,)):
+                drawn = torch.rand(shape, generator=generator, device=generator.device)
+                layers.append((2 * drawn - 1) / math.sqrt(before))
+        return cls(gains, layers)
 
     def __call__(self, features: Tensor, shares: Tensor) -> Tensor:
         """The predicted differences to the class means, ``[clients, batch size * values]``."""
-        hidden = torch.cat([features, shares], 1)
+        hidden = torch.cat([features * self.gains, shares], 1)
         for weight, bias in zip(self.layers[:-2:2], self.layers[1:-2:2], strict=True):
             hidden = torch.addmm(bias, hidden, weight).relu()
-        return features @ self.linear + torch.addmm(self.layers[-1], hidden, self.layers[-2])
+        return torch.addmm(self.layers[-1], hidden, self.layers[-2])
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +171,9 @@ class Trained:
     """How the training of a network ended.
 
     Args:
-        network: the network of the epoch with the least error on the held-out clients; None: no epoch beat the start.
-        error: that error.
+        network: the network of the epoch with the least error on the held-out clients; None: no epoch beat
+            the error that was to beat.
+        error: the least error.
         steps: optimiser steps taken in all.
     """
 
@@ -171,7 +196,7 @@ def train_network(
 
     Args:
         network: the network to train; it is changed.
-        error: its error on the held-out clients, the one to beat.
+        error: the error on the held-out clients that it has to beat.
         learning: the clients to learn from.
         held: the clients that decide which epoch is kept.
         generator: the order of the clients.
@@ -183,7 +208,7 @@ def train_network(
     clients = len(learning.places)
     batches = math.ceil(clients / MINIBATCH)
     best: list[Tensor] | None = None
-    steps = since = 0
+    own, steps, since = math.inf, 0, 0
     for epoch in range(epochs):
         drawn = learning.features[epoch % len(learning.features)]
         order = torch.randperm(clients, generator=generator, device=generator.device).to(drawn.device)
@@ -197,9 +222,9 @@ def train_network(
             optimiser.step()
             steps += 1
         now = error_of(network, held)
-        since += 1
+        own, since = (now, 0) if now < own else (own, since + 1)
         if now < error:
-            best, error, since = [layer.detach().clone() for layer in layers], now, 0
+            best, error = [layer.detach().clone() for layer in layers], now
         if not go_on(epoch + 1) or since == PATIENCE:
             break
-    return Trained(None if best is None else Network(best, network.linear), error, steps)
+    return Trained(None if best is None else Network(network.gains, best), error, steps)

@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradveil.attacks._inverse import Examples, Network, fit_linear, train_network
+from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, kinds_of, split_public
 from gradveil.attacks.base import ATTACKS, Attack
@@ -40,12 +40,13 @@ class LTI(Attack):
     simulates the defense in use, so it adapts to every defense without knowing anything else about it; a plain one
     simulates undefended clients. :math:`\bar x_y, \bar u_y` are the means of the class (for a batch,
     :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
-    of a client, and S is the deviation of each feature, signal and noise together.
+    of a client, and S is the deviation of each feature, signal and noise together; the network gets them times the
+    square root of the share that is signal.
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
-    ``form=network`` adds a perceptron (1024-1024) to it, trained with Adam in mini-batches of 128. A tenth of the
-    public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept, so on held-out
-    clients the network is never worse than the linear map. For batches, examples are ordered by label, and an error
+    ``form=network`` is a perceptron (1024-1024), trained with Adam in mini-batches of 128. A tenth of the public inputs
+    of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear map is better there
+    than every epoch, that is what is used. For batches, examples are ordered by label, and an error
     counts after the best assignment of predicted to true examples.
 
     Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
@@ -172,6 +173,7 @@ class LTI(Attack):
         known = examples(learning, features)
         unseen = examples(held, (features_of(held, 1) - _shares(kinds[held], classes) @ centres) / scale)
         linear, error = fit_linear(known, unseen)
+        gains = gains_of(features)
         layers: dict[str, Tensor] = {}
         taken = 0
         if network:
@@ -182,7 +184,7 @@ class LTI(Attack):
                     steps.add(len(learning))
                     return perf_counter() - begun < limit
 
-                start = Network.untrained(linear, classes, generator)
+                start = Network.untrained(gains, classes, linear.shape[1], generator)
                 trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
             error, taken = trained.error, trained.steps
             layers = {f"layer {n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
@@ -191,6 +193,7 @@ class LTI(Attack):
             "directions": directions,
             "centres": centres,
             "scale": scale,
+            "gains": gains,
             "means": means,
             "linear": linear,
             **layers,
@@ -254,7 +257,7 @@ class LTI(Attack):
         rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
         layers = [value for name, value in learned.items() if name.startswith("layer")]
-        predicted = Network(layers, learned["linear"])(features, shares) if layers else features @ learned["linear"]
+        predicted = Network(learned["gains"], layers)(features, shares) if layers else features @ learned["linear"]
         found = learned["means"][kinds] + predicted.view(*kinds.shape, -1)
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
         steps = torch.full((problem.victims,), int(learned["steps"]))
