@@ -11,7 +11,7 @@ from torch import nn
 import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks import _inverse, _reduction, lti
-from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear
+from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, gains_of
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, split_public
 from gradveil.core.errors import ThreatModelError
@@ -272,6 +272,17 @@ def test_a_network_that_only_gets_worse_is_dropped(small, monkeypatch):
     assert "layer 0" not in network.learned
     assert float(network.learned["error"]) == float(linear.learned["error"])
     assert same == psnr
+
+
+def test_features_count_by_the_share_of_them_that_is_signal(generator):
+    """Signal of variance 1 and noise of variance 0, 1 and 9, scaled to a total of 1; the last feature is all noise."""
+    noise = torch.tensor([0.0, 1.0, 3.0, 1.0])
+    signal = torch.randn(4000, 4, generator=generator) * torch.tensor([1.0, 1.0, 1.0, 0.0])
+    drawn = signal + noise * torch.randn(8, 4000, 4, generator=generator)
+    gains = gains_of(drawn / drawn.square().mean((0, 1)).sqrt())
+    torch.testing.assert_close(gains / gains[0], torch.tensor([1.0, 0.5, 0.1, 0.0]).sqrt(), rtol=0, atol=0.04)
+    assert float(gains.square().mean()) == pytest.approx(1, abs=1e-5)
+    assert gains_of(drawn[:1]).tolist() == [1.0] * 4
 
 
 def test_time_ends_the_training_after_the_epoch(small):
