@@ -68,6 +68,16 @@ def public_of(case: Row, task: gradveil.Task) -> cases.Batch:
     return as_batch(task, split.batch(split_public(split, case["seed"])[0]))
 
 
+def attacker_public_of(case: Row, task: gradveil.Task) -> cases.Batch:
+    """What an attacker may learn from: the public examples and further training examples, `attacker_images` in all.
+
+    A defense is prepared with the public examples only. Victims come from the test split.
+    """
+    split = dataset_of(case).train
+    places = torch.cat(split_public(split, case["seed"]))[: case["attacker_images"]]
+    return as_batch(task, split.batch(places))
+
+
 def victims_of(case: Row) -> Victims:
     dataset, sizes = dataset_of(case), (case["victims"], case.get("batch_size", 1))
     others = {"clients": case.get("clients", 1), "publishers": dataset.train}
@@ -90,6 +100,8 @@ def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction
     """What the attacker sees of the victims, and what it reconstructs from that."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
+    if "attacker_images" in case:
+        prepared = replace(prepared, public=attacker_public_of(case, task))
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
     attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
     seen = cases.observe(cases.fit(attack_case, progress=session.progress))
@@ -129,7 +141,7 @@ def attack_row(case: Row, seen: Observation, found: Reconstruction) -> Row:
         changed = Victims(torch.stack(used).float().cpu(), victims.targets, victims.clients)
         row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
         row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, each=each)
-    if attack_case.adaptive:
+    if attack_case.adaptive and not attack_case.attack.simulates:
         prepared, local = attack_case.prepared, attack_case.local
         forms = prepared.defense.adapt(prepared.task, batch_size=victims.batch_size, local=local)
         row["form"] = next(iter(forms), "expectation") if attack_case.adaptive is True else attack_case.adaptive

@@ -20,14 +20,18 @@ QUICK = {
     "r-gap": {"steps": 20},
     "robbing-the-fed": {"bins": 8},
     "loki": {"clients": 2, "bins": 4},
+    "lti": {"directions": 8, "epochs": 2},
 }
 
 
-def sent_by(attack, task):
-    """The task that the clients are sent: an active server changes it, using public images."""
+def begun(attack, task, **granted):
+    """The fitted attack, the task that the clients are sent (an active server changes it) and the threat model."""
     generator = torch.Generator().manual_seed(9)
-    public = torch.rand(20, *task.input_shape, generator=generator, dtype=task.dtype)
-    return attack.modify(task, public=(public, torch.arange(20) % task.classes), generator=generator)
+    images = torch.rand(20, *task.input_shape, generator=generator, dtype=task.dtype)
+    public = images, torch.arange(20) % task.classes
+    sent = attack.modify(task, public=public, generator=generator)
+    threat = gradveil.ThreatModel(server=attack.server, public=public if attack.needs_public else None, **granted)
+    return attack.fit(sent, threat, generator=torch.Generator().manual_seed(8)), sent, threat
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +45,7 @@ def mnist_victims():
 
 def attack_each(attack, task, images, labels, defense="none"):
     defended = gradveil.defense(defense)
-    task = sent_by(attack, task)
+    attack, task, threat = begun(attack, task, defense=defended)
     updates = [
         defended.share(task, images[i : i + 1], labels[i : i + 1], generator=torch.Generator().manual_seed(i))
         for i in range(len(images))
@@ -49,7 +53,7 @@ def attack_each(attack, task, images, labels, defense="none"):
     found = attack.reconstruct(
         task,
         updates,
-        gradveil.ThreatModel(defense=defended, server=attack.server),
+        threat,
         generator=torch.Generator().manual_seed(0),
         execution="batch",  # "auto" measures, and loop and batch round differently
     )
@@ -94,8 +98,7 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     # Without the total variation: where its kinks make a gradient vanish, the last bit decides the sign.
     smooth = {"tv": 0.0} if name in ("inverting-gradients", "grad-inversion") else {}
-    attack = gradveil.attack(name, **QUICK[name], **smooth)
-    task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
+    attack, task, threat = begun(gradveil.attack(name, **QUICK[name], **smooth), tiny_task)
     updates = [gradveil.defense("none").share(task, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
 
     def run(chosen):
@@ -116,8 +119,7 @@ def test_an_attack_is_never_given_the_data(name):
 def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch):
     """The same update gives the same reconstruction, whatever becomes of the images and labels behind it."""
     images, labels = tiny_batch[0][:1].clone(), tiny_batch[1][:1].clone()
-    attack = gradveil.attack(name, **QUICK[name])
-    task, threat = sent_by(attack, tiny_task), gradveil.ThreatModel(server=attack.server)
+    attack, task, threat = begun(gradveil.attack(name, **QUICK[name]), tiny_task)
     update = gradveil.defense("none").share(task, images, labels)
     assert not update.meta.buffers  # only numbers about the client are sent along with the gradient
 

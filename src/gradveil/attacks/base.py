@@ -36,6 +36,7 @@ class Attack(Method, ABC):
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
+    simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
     @abstractmethod
@@ -124,7 +125,7 @@ class Attack(Method, ABC):
         self.check_threat(task, threat)
         if not has_all_state(self):
             raise ThreatModelError(f"{self.name}: must be fitted first; use attack = attack.fit(task, threat)")
-        knowledge = find_knowledge(self.name, task, threat)
+        knowledge = None if self.simulates else find_knowledge(self.name, task, threat)
         labels, ambiguous = find_labels(self.name, task, rounds[0][1], threat, inferred=not self.finds_labels)
         stacked = [
             (round_task, {name: torch.stack([update[name] for update in round_updates]) for name in task.parameters})

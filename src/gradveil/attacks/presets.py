@@ -41,15 +41,15 @@ _DEEP = {
     "inverting-gradients": _steps(200, 500, 2000, lr=0.1, tv=0.001),
     "grad-inversion": _steps(200, 500, 2000, lr=0.1, tv=0.001, seeds=2),
 }
-# Closed forms: no steps to spend a budget on.
-_WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki")
+# Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
+_WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti")
 _SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
 
 
 def preset(name: str, budget: str = "standard", *, dataset: str, model: str) -> Attack:
     """The attack called `name` with parameters that suit the data, the model and the budget.
 
-    Attacks in closed form have no budget and keep their default parameters.
+    Attacks in closed form and those that learn have no budget and keep their default parameters.
 
     Args:
         name: name of the attack.

@@ -1,0 +1,230 @@
+"""Maps from features of updates to inputs, learned from simulated clients: a linear one and a network."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from gradveil.core.extras import OptionalModule
+
+optimize = OptionalModule("scipy.optimize", "matching the examples of a batch")
+
+HIDDEN = 1024
+MINIBATCH = 128
+LEARNING_RATE = 1e-3
+PATIENCE = 20
+"""Epochs without progress on the held-out clients after which the training ends."""
+
+RIDGES = tuple(10.0**power for power in range(-9, 3))
+"""The regularisations that are tried, in units of the variance of a feature."""
+
+_ROWS = 2048  # processed at once
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Simulated clients as a map sees them.
+
+    Args:
+        features: ``[draws, clients, features]``, centred and scaled, for independent draws of the defense.
+        shares: ``[clients, classes]``, the share of each class among a client's examples.
+        guesses: ``[clients, batch size, values]``, the class mean of each example.
+        places: ``[clients, batch size]``, the places of the examples in `inputs`.
+        inputs: ``[inputs, values]``.
+    """
+
+    features: Tensor
+    shares: Tensor
+    guesses: Tensor
+    places: Tensor
+    inputs: Tensor
+
+    def parts(self) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Features, shares, guesses and true inputs of all clients and draws, some rows at a time."""
+        for drawn in self.features:
+            for rows in torch.split(torch.arange(len(drawn), device=drawn.device), _ROWS):
+                yield drawn[rows], self.shares[rows], self.guesses[rows], self.inputs[self.places[rows]]
+
+
+def assigned(found: Tensor, truth: Tensor) -> Tensor:
+    """`truth` ``[clients, batch size, values]``, each client's examples in the order that fits `found` best.
+
+    The order of the examples behind an update means nothing, so an error counts only after the best assignment
+    (Hungarian method).
+
+    >>> assigned(torch.tensor([[[0.9], [0.1]]]), torch.tensor([[[0.0], [1.0]]])).flatten()
+    tensor([1., 0.])
+    """
+    if truth.shape[1] == 1:
+        return truth
+    distances = torch.cdist(found.detach(), truth, compute_mode="donot_use_mm_for_euclid_dist").square()
+    orders = [optimize.linear_sum_assignment(cost)[1] for cost in distances.cpu().numpy()]
+    order = torch.stack([torch.as_tensor(columns) for columns in orders]).to(truth.device)
+    return truth.gather(1, order[..., None].expand_as(truth))
+
+
+@torch.no_grad()
+def error_of(predict: Callable[[Tensor, Tensor], Tensor], examples: Examples) -> float:
+    """The mean squared error of predicted differences to the class means, over all clients and draws."""
+    total, count = 0.0, 0
+    for features, shares, guesses, truth in examples.parts():
+        found = guesses + predict(features, shares).view_as(guesses)
+        total += float((found - assigned(found, truth)).square().sum(dtype=torch.float64))
+        count += truth.numel()
+    return total / count
+
+
+@torch.no_grad()
+def fit_linear(learning: Examples, held: Examples) -> tuple[Tensor, float]:
+    r"""The linear map ``[features, batch size * values]`` with the least error on the held-out clients, and that error.
+
+    .. math:: W = (C_{ff} + \lambda I)^{-1} C_{fx}
+
+    Args:
+        learning: the clients behind the covariances.
+        held: the clients by which :math:`\lambda` is chosen among `RIDGES`.
+    """
+    size, outputs = learning.features.shape[-1], learning.guesses[0].numel()
+    squares = torch.zeros(size, size, dtype=torch.float64, device=learning.features.device)
+    products = torch.zeros(size, outputs, dtype=torch.float64, device=squares.device)
+    rows = 0
+    for features, _shares, guesses, truth in learning.parts():
+        centred = (truth - guesses).flatten(1)
+        squares.addmm_(features.double().T, features.double())
+        products.addmm_(features.double().T, centred.double())
+        rows += len(features)
+    variances, vectors = torch.linalg.eigh(squares / rows)
+    rotated = vectors.T @ products / rows
+    best, least = torch.zeros(0), math.inf
+    for ridge in RIDGES:
+        weights = (vectors @ (rotated / (variances.clamp_min(0) + ridge)[:, None])).to(learning.features)
+        error = error_of(partial(_apply, weights), held)
+        if error < least:
+            best, least = weights, error
+    return best, least
+
+
+def _apply(weights: Tensor, features: Tensor, _shares: Tensor) -> Tensor:
+    return features @ weights
+
+
+@torch.no_grad()
+def gains_of(features: Tensor) -> Tensor:
+    r"""Factors on scaled features ``[draws, clients, features]``: the square root of the share that is not noise.
+
+    .. math:: g = \sqrt{s / (s + n)}, \text{ normalised to a mean square of 1}
+
+    with the variance s of what the draws of a client have in common, and n of what they do not. Ones if there is only
+    one draw: then either nothing is drawn, or nothing is known about it.
+
+    >>> gains_of(torch.tensor([[[1.0, 3.0], [-1.0, -3.0]], [[1.0, -3.0], [-1.0, 3.0]]]))
+    tensor([1.4142, 0.0000])
+    """
+    draws = len(features)
+    if draws == 1:
+        return torch.ones_like(features[0, 0])
+    total = features.square().mean((0, 1))
+    noise = (total - features.mean(0).square().mean(0)) * draws / (draws - 1)
+    gains = (1 - noise / total.clamp_min(torch.finfo(total.dtype).tiny)).clamp(0, 1).sqrt()
+    return gains / gains.square().mean().sqrt().clamp_min(torch.finfo(gains.dtype).tiny)
+
+
+class Network:
+    """A perceptron with two hidden layers.
+
+    It does not add to the linear map's prediction: measured on digits under noise, a network that begins at the linear
+    map stays there, because what it would have to learn first is what that map knows already.
+
+    Args:
+        gains: ``[features]``, factors on the features: those that are mostly noise come in small, which lets the
+            network learn several times faster than from features of equal size.
+        layers: weights and biases of the three layers, in order.
+    """
+
+    def __init__(self, gains: Tensor, layers: list[Tensor]) -> None:
+        self.gains, self.layers = gains, layers
+
+    @classmethod
+    def untrained(cls, gains: Tensor, classes: int, outputs: int, generator: torch.Generator) -> "Network":
+        """Uniform random weights and biases of at most one over the square root of a layer's inputs, as torch has."""
+        layers: list[Tensor] = []
+        for before, after in pairwise([len(gains) + classes, HIDDEN, HIDDEN, outputs]):
+            for shape in ((before, after), (after,)):
+                drawn = torch.rand(shape, generator=generator, device=generator.device)
+                layers.append((2 * drawn - 1) / math.sqrt(before))
+        return cls(gains, layers)
+
+    def __call__(self, features: Tensor, shares: Tensor) -> Tensor:
+        """The predicted differences to the class means, ``[clients, batch size * values]``."""
+        hidden = torch.cat([features * self.gains, shares], 1)
+        for weight, bias in zip(self.layers[:-2:2], self.layers[1:-2:2], strict=True):
+            hidden = torch.addmm(bias, hidden, weight).relu()
+        return torch.addmm(self.layers[-1], hidden, self.layers[-2])
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """How the training of a network ended.
+
+    Args:
+        network: the network of the epoch with the least error on the held-out clients; None: no epoch beat
+            the error that was to beat.
+        error: the least error.
+        steps: optimiser steps taken in all.
+    """
+
+    network: Network | None
+    error: float
+    steps: int
+
+
+def train_network(
+    network: Network,
+    error: float,
+    learning: Examples,
+    held: Examples,
+    generator: torch.Generator,
+    *,
+    epochs: int,
+    go_on: Callable[[int], bool],
+) -> Trained:
+    """Train with Adam on the squared error after the best assignment; every epoch takes another draw of each client.
+
+    Args:
+        network: the network to train; it is changed.
+        error: the error on the held-out clients that it has to beat.
+        learning: the clients to learn from.
+        held: the clients that decide which epoch is kept.
+        generator: the order of the clients.
+        epochs: passes over the clients, over which the learning rate falls to zero as a cosine.
+        go_on: called after each epoch with their number; False ends the training.
+    """
+    layers = [layer.requires_grad_() for layer in network.layers]
+    optimiser = torch.optim.Adam(layers, lr=LEARNING_RATE)
+    clients = len(learning.places)
+    batches = math.ceil(clients / MINIBATCH)
+    best: list[Tensor] | None = None
+    own, steps, since = math.inf, 0, 0
+    for epoch in range(epochs):
+        drawn = learning.features[epoch % len(learning.features)]
+        order = torch.randperm(clients, generator=generator, device=generator.device).to(drawn.device)
+        for rows in torch.split(order, MINIBATCH):
+            optimiser.param_groups[0]["lr"] = LEARNING_RATE / 2 * (1 + math.cos(math.pi * steps / (epochs * batches)))
+            guesses = learning.guesses[rows]
+            found = guesses + network(drawn[rows], learning.shares[rows]).view_as(guesses)
+            loss = (found - assigned(found, learning.inputs[learning.places[rows]])).square().mean()
+            optimiser.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            steps += 1
+        now = error_of(network, held)
+        own, since = (now, 0) if now < own else (own, since + 1)
+        if now < error:
+            best, error = [layer.detach().clone() for layer in layers], now
+        if not go_on(epoch + 1) or since == PATIENCE:
+            break
+    return Trained(None if best is None else Network(network.gains, best), error, steps)

@@ -1,0 +1,299 @@
+"""Learning to invert: a map from updates to inputs, trained on simulated clients with public data."""
+
+import math
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
+from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
+from gradveil.attacks._simulation import SimulatedClients, grouped, kinds_of, split_public
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Problem, Progress
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.digests import bytes_digest
+from gradveil.core.errors import ThreatModelError
+from gradveil.core.parameters import choice, integer, number, state
+from gradveil.core.tensors import Tensors
+from gradveil.task import Task
+
+SUBSET = 2000
+"""Simulated clients from which the principal directions are computed."""
+MEMORY_VALUES = 1 << 27
+"""How many values any one table of rows or features may hold: 512 MiB in single precision."""
+NETWORK_OUTPUTS = 1 << 15
+"""The most values behind an update that the network predicts; its last layer then takes 512 MiB while it is trained."""
+
+
+@ATTACKS.register("lti")
+@dataclass(frozen=True, repr=False)
+class LTI(Attack):
+    r"""Learning to invert: learn from public data what inputs look like whose defended updates look like this one.
+
+    .. math:: \min_\theta \; E_{x, D} \, | x - \bar x_y - f_\theta(S^{-1} V^T (D(\nabla L(x, y)) - \bar u_y)) |^2
+
+    over public inputs x with label y and draws of the defense D: the attacker simulates clients. An adaptive attacker
+    simulates the defense in use, so it adapts to every defense without knowing anything else about it; a plain one
+    simulates undefended clients. :math:`\bar x_y, \bar u_y` are the means of the class (for a batch,
+    :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
+    of a client, and S is the deviation of each feature, signal and noise together; the network gets them times the
+    square root of the share that is signal.
+
+    The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
+    ``form=network`` is a perceptron (1024-1024), trained with Adam in mini-batches of 128. A tenth of the public inputs
+    of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear map is better there
+    than every epoch, that is what is used. For batches, examples are ordered by label, and an error
+    counts after the best assignment of predicted to true examples.
+
+    Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
+    undefended but raises the noise of a defense (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and
+    two of them are never needed at once; together with a quarter of a GiB for the clients that are simulated at a time,
+    learning stays below 1 GiB beyond the public inputs. If `draws` times the clients do not fit into a table, there are
+    fewer draws, and at last fewer clients.
+
+    Of a defense that announces, the attacker expects an honest announcement by another client. Clients are in their
+    first round. What was learned holds for one model at these weights, and one setting; anything else is refused.
+
+    Args:
+        form: ``"network"``, or ``"linear"``: only the closed form.
+        directions: number of principal directions.
+        draws: independent draws of the defense for each simulated client; the epochs take them in turn. The principal
+            directions are those of their mean. One is enough, and used, if the defense draws nothing.
+        epochs: passes of the network over the simulated clients.
+        seconds: the network's training ends with the epoch in which this time is over; None: it has no limit. With a
+            limit, results depend on the machine.
+
+    References:
+        Wu, Chen, Guo and Weinberger, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion in Federated
+        Learning, UAI 2023. They train a perceptron on the defended gradients themselves, or on a random subset of their
+        values. The principal directions, the centring by class and the linear rung are additions.
+
+    Example:
+        >>> import gradveil
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+        >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> shapes = torch.rand(3, 1, 4, 4, generator=torch.manual_seed(0))
+        >>> images = torch.rand(301, 1, 1, 1, generator=torch.manual_seed(1)) * shapes[torch.arange(301) % 3]
+        >>> labels, defense = torch.arange(301) % 3, gradveil.defense("gaussian-noise", std=0.02)
+        >>> threat = gradveil.ThreatModel(public=(images[1:], labels[1:]), defense=defense, adaptive=True)
+        >>> attack = LTI(form="linear").fit(task, threat, generator=torch.manual_seed(2))
+        >>> update = defense.share(task, images[:1], labels[:1], generator=torch.manual_seed(3))
+        >>> found = attack.reconstruct(task, update, threat)
+        >>> bool((found.inputs[0] - images[:1]).abs().mean() < 0.1)
+        True
+    """
+
+    paper = "Wu et al., UAI 2023"
+    caveat = "learned from public data of the victims' kind; with other public data it finds less."
+
+    adapts = True
+    needs_public = True
+    simulates = True
+
+    form: str = choice("network", ["network", "linear"])
+    directions: int = integer(400, low=1)
+    draws: int = integer(16, low=1)
+    epochs: int = integer(60, low=1)
+    seconds: float | None = number(None, above=0)
+    learned: Tensors | None = state()
+    fitted_for: str | None = state()
+
+    def check_threat(self, task: Task, threat: ThreatModel) -> None:
+        """Refuse several rounds, and knowledge of a defense in any form but its simulation."""
+        super().check_threat(task, threat)
+        if threat.rounds > 1:
+            raise ThreatModelError(
+                f"{self.name}: learns from single rounds, got rounds={threat.rounds}; use ThreatModel(rounds=1)"
+            )
+        if isinstance(threat.adaptive, str):
+            raise ThreatModelError(
+                f"{self.name}: has no adaptive form {threat.adaptive!r}: it simulates the defense; use "
+                "ThreatModel(adaptive=True)"
+            )
+        if threat.adaptive and threat.defense is None:
+            raise ThreatModelError(
+                f"{self.name}: has no adaptive form without a defense; use ThreatModel(adaptive=False)"
+            )
+        outputs = threat.batch_size * math.prod(task.input_shape)
+        if self.form == "network" and outputs > NETWORK_OUTPUTS:
+            raise ThreatModelError(
+                f"{self.name}: the network predicts at most {NETWORK_OUTPUTS:,} values, got {outputs:,} behind each "
+                "update; use form=linear or smaller batches"
+            )
+
+    @torch.no_grad()
+    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+        """Simulate clients, reduce their updates to features, and fit the maps from features to inputs."""
+        assert threat.public is not None
+        inputs, labels = threat.public
+        kinds, classes = kinds_of(task, labels, 1)
+        clients = SimulatedClients.of(task, threat)
+        parts = split_public(self.name, kinds, classes, threat.batch_size, generator)
+        learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        learning = learning[: MEMORY_VALUES // self.directions]
+        draws = self.draws if clients.are_random(learning) else 1
+        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
+        coordinates = Coordinates(
+            task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
+        )
+        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        network = self.form == "network"
+        steps = _Steps(
+            progress, draws * len(subset) + kept * len(learning) + len(held) + network * self.epochs * len(learning)
+        )
+
+        means = torch.stack([inputs[parts[0]][kinds[parts[0]] == label].mean(0) for label in range(classes)])
+        flat, means = inputs.flatten(1).float(), means.flatten(1).float()
+        directions = self._directions(
+            clients, coordinates, subset, _shares(kinds[subset], classes), draws, generator, steps
+        )
+
+        def features_of(groups: Tensor, count: int) -> Tensor:
+            table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
+            done = 0
+            for part in torch.split(groups, clients.chunk(threat.batch_size)):
+                for draw, updates in enumerate(clients.draws(part, _seeds(count, len(part), generator))):
+                    table[draw, done : done + len(part)] = coordinates.rows(updates) @ directions
+                    steps.add(len(part))
+                done += len(part)
+            return table
+
+        def examples(groups: Tensor, features: Tensor) -> Examples:
+            return Examples(features, _shares(kinds[groups], classes), means[kinds[groups]], groups, flat)
+
+        features, shares = features_of(learning, kept), _shares(kinds[learning], classes)
+        centres = centres_of(features.mean(0), shares)
+        features -= shares @ centres
+        scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
+        features /= scale
+        known = examples(learning, features)
+        unseen = examples(held, (features_of(held, 1) - _shares(kinds[held], classes) @ centres) / scale)
+        linear, error = fit_linear(known, unseen)
+        gains = gains_of(features)
+        layers: dict[str, Tensor] = {}
+        taken = 0
+        if network:
+            with torch.enable_grad():
+                limit, begun = self.seconds or float("inf"), perf_counter()
+
+                def go_on(_epochs: int) -> bool:
+                    steps.add(len(learning))
+                    return perf_counter() - begun < limit
+
+                start = Network.untrained(gains, classes, linear.shape[1], generator)
+                trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
+            error, taken = trained.error, trained.steps
+            layers = {f"layer {n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
+        steps.finish()
+        learned = {
+            "directions": directions,
+            "centres": centres,
+            "scale": scale,
+            "gains": gains,
+            "means": means,
+            "linear": linear,
+            **layers,
+            "hash seed": torch.tensor(coordinates.seed),
+            "error": torch.tensor(error, dtype=torch.float64),
+            "steps": torch.tensor(taken),
+        }
+        return replace(self, learned=Tensors(learned), fitted_for=_setting(task, threat))
+
+    def _directions(
+        self,
+        clients: SimulatedClients,
+        coordinates: Coordinates,
+        groups: Tensor,
+        shares: Tensor,
+        draws: int,
+        generator: torch.Generator,
+        steps: "_Steps",
+    ) -> Tensor:
+        """The principal directions of what clients send on average over the draws.
+
+        Noise as large as the signal, on many more values than there are clients, would hide all but the first few of
+        them; the attacker may remove it, because it simulates these clients.
+        """
+        rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
+        undefended = torch.zeros_like(rows) if draws > 1 else None
+        squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
+        done = 0
+        for part in torch.split(groups, clients.chunk(groups.shape[1])):
+            here = slice(done, done + len(part))
+            for updates in clients.draws(part, _seeds(draws, len(part), generator)):
+                drawn = coordinates.rows(updates)
+                rows[here] += drawn / draws
+                squares += drawn.square().sum(0, dtype=torch.float64)
+                steps.add(len(part))
+            if undefended is not None:
+                undefended[here] = coordinates.rows(clients.undefended(part, _seeds(1, len(part), generator)))
+            done += len(part)
+        if undefended is not None:
+            noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
+            rows = denoised(rows, undefended, noise / (draws - 1))
+        centres = centres_of(rows, shares)
+        for place in range(0, len(rows), 256):  # in parts, so that there is no other table
+            rows[place : place + 256] -= shares[place : place + 256] @ centres
+        return principal_directions(rows, self.directions)
+
+    @torch.no_grad()
+    def run(self, problem: Problem) -> Reconstruction:
+        """Reduce the updates to features and apply the learned map."""
+        learned, task = self.learned, problem.task
+        assert learned is not None
+        if self.fitted_for != (setting := _setting(task, problem.threat)):
+            raise ThreatModelError(
+                f"{self.name}: was fitted for {self.fitted_for}, got {setting}; use attack = attack.fit(task, threat)"
+            )
+        kinds, classes = kinds_of(task, problem.labels, 2)
+        order = kinds.argsort(dim=1, stable=True)
+        kinds = kinds.gather(1, order)
+        labels = torch.stack([row[places] for row, places in zip(problem.labels, order, strict=True)])
+        shares = _shares(kinds, classes)
+        rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
+        features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
+        layers = [value for name, value in learned.items() if name.startswith("layer")]
+        predicted = Network(learned["gains"], layers)(features, shares) if layers else features @ learned["linear"]
+        found = learned["means"][kinds] + predicted.view(*kinds.shape, -1)
+        inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
+        steps = torch.full((problem.victims,), int(learned["steps"]))
+        return Reconstruction(inputs, labels, learned["error"].expand(problem.victims).clone(), steps)
+
+
+class _Steps:
+    """Counts steps and reports them, with the seconds that are left if all steps take equally long."""
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.total, self.done, self.begun = progress, total, 0, perf_counter()
+
+    def add(self, count: int) -> None:
+        self.done += count
+        if self.progress:
+            elapsed = perf_counter() - self.begun
+            self.progress(self.done, self.total, elapsed / self.done * (self.total - self.done))
+
+    def finish(self) -> None:
+        """Report the steps that were not needed as done."""
+        if self.progress and self.done < self.total:
+            self.progress(self.total, self.total, 0.0)
+
+
+def _shares(kinds: Tensor, classes: int) -> Tensor:
+    """The share of each class among the examples of a client, ``[clients, classes]``."""
+    return torch.nn.functional.one_hot(kinds, classes).float().mean(1)
+
+
+def _seeds(draws: int, clients: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(1 << 32, (draws, clients), generator=generator, device=generator.device)
+
+
+def _setting(task: Task, threat: ThreatModel) -> str:
+    """What the learned map depends on, in words."""
+    defense = threat.defense if threat.adaptive else "no known defense"
+    weights = b"".join(value.cpu().numpy().tobytes() for value in task.parameters.values())
+    local = threat.local or "no local steps"
+    return f"batches of {threat.batch_size}, {local}, {defense}, weights {bytes_digest(weights)}"
