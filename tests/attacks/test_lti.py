@@ -13,7 +13,7 @@ from gradveil import data, metrics, models
 from gradveil.attacks import _inverse, _reduction, lti
 from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, gains_of
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
-from gradveil.attacks._simulation import SimulatedClients, grouped, split_public
+from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out
 from gradveil.core.errors import ThreatModelError
 
 SIDE = 6
@@ -123,7 +123,7 @@ def test_only_what_draws_is_drawn_again(small):
 
 def test_held_out_inputs_are_of_every_class_and_never_learned_from(generator):
     kinds = torch.arange(57) % 4
-    learning, held = split_public("lti", kinds, 4, 3, generator)
+    learning, held = hold_out("lti", kinds, 4, 3, generator)
     assert sorted([*learning.tolist(), *held.tolist()]) == list(range(57))
     assert kinds[held].bincount().tolist() == [2, 2, 2, 2]
     images = torch.rand(57, 1, 2, 2, generator=generator)

@@ -144,7 +144,7 @@ def kinds_of(task: Task, labels: Tensor, dims: int) -> tuple[Tensor, int]:
     return labels, task.classes
 
 
-def split_public(owner: str, kinds: Tensor, classes: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+def hold_out(owner: str, kinds: Tensor, classes: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """The places of the public inputs to learn from and of those that are held out, a tenth of every class.
 
     Args:

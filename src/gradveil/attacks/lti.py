@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
-from gradveil.attacks._simulation import SimulatedClients, grouped, kinds_of, split_public
+from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out, kinds_of
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem, Progress
@@ -132,7 +132,7 @@ class LTI(Attack):
         inputs, labels = threat.public
         kinds, classes = kinds_of(task, labels, 1)
         clients = SimulatedClients.of(task, threat)
-        parts = split_public(self.name, kinds, classes, threat.batch_size, generator)
+        parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
         learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
         learning = learning[: MEMORY_VALUES // self.directions]
         draws = self.draws if clients.are_random(learning) else 1
