@@ -100,11 +100,11 @@ def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction
     """What the attacker sees of the victims, and what it reconstructs from that."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    if "attacker_images" in case:
-        prepared = replace(prepared, public=attacker_public_of(case, task))
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
+    if "attacker_images" in case:
+        settings["public"] = attacker_public_of(case, task)
     attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
-    seen = cases.observe(cases.fit(attack_case, progress=session.progress))
+    seen = cases.observe(cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case)))
     found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
         raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from gradveil.core.errors import DataError, OutputError, ParameterError
 from gradveil.data import Dataset, Split
 from gradveil.defenses.base import StepDefense
 from gradveil.federation import Training, train
-from gradveil.federation._storage import load, save_atomically
+from gradveil.core.storage import load, save_atomically
 from gradveil.federation.checkpoint import FILE
 from gradveil.federation.training import choose_clients
 

@@ -116,6 +116,29 @@ def test_one_slow_victim_or_the_weaker_attacker_raises_nothing(good):
     assert names(good) == []
 
 
+# -- attackers who learn ---------------------------------------------------------------------------------------------
+
+
+def test_a_learned_attack_that_does_no_better_than_the_blind_guess(good):
+    good.config["learned"] = good.config["attacks"]
+    assert names(good) == []
+    for row in good.results:
+        if row["attack"] == "blind-guess":
+            row["psnr"] = 60.0 if row["victim"] < 4 else 2.0
+    assert "learned-nothing" in names(good)
+    assert "Without a defense `idlg` is not shown to do better" in text_of(good, "learned-nothing")
+    good.config["learned"] = []
+    assert "learned-nothing" not in names(good)
+
+
+def test_victims_among_the_public_data(good):
+    good.config["public_overlap"] = 3
+    assert names(good) == []  # nothing learned from it
+    good.config["learned"] = good.config["attacks"]
+    assert names(good) == ["victims-are-public"]
+    assert "3 of the 8 victim images are also among the 4,000 public ones" in text_of(good, "victims-are-public")
+
+
 # -- restarts-disagree -----------------------------------------------------------------------------------------------
 
 

@@ -40,7 +40,15 @@ def test_a_leak_and_a_defense_that_stops_it(make_audit):
     assert first.startswith("Without a defense, `idlg` recovers 6 of 6 images (median 34.")
     assert "and `inverting-gradients` 6 of 6 (median 22." in first
     assert second == "`gaussian-noise:std=0.1` stops both attacks; it keeps 93 % of the accuracy."
-    assert "`gaussian-noise:std=0.1`: only the attacks named here were tried. Attackers who learn" in caveats(draft)
+    assert "`gaussian-noise:std=0.1`: only the attacks named here were tried; attackers who learn" in caveats(draft)
+
+
+def test_attackers_who_learned_are_said_to_have_public_data(make_audit):
+    draft = make_audit(defenses=[NONE, NOISE], victims=6)
+    draft.config["learned"] = draft.config["attacks"][:1]
+    text = caveats(draft)
+    assert "`idlg`: an attacker with 4,000 public images of the same kind as the victims'" in text
+    assert "only the attacks named here were tried; attackers who only want to know whose data it was are not" in text
 
 
 @pytest.mark.parametrize(

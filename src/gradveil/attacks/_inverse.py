@@ -13,9 +13,10 @@ from gradveil.core.extras import OptionalModule
 
 optimize = OptionalModule("scipy.optimize", "matching the examples of a batch")
 
-HIDDEN = 1024
+HIDDEN = 512
 MINIBATCH = 128
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 2e-3
+"""Twice the learning rate with which a network of ReLUs still learns; GELUs need half the epochs of ReLUs."""
 PATIENCE = 20
 """Epochs without progress on the held-out clients after which the training ends."""
 
@@ -162,7 +163,7 @@ class Network:
         """The predicted differences to the class means, ``[clients, batch size * values]``."""
         hidden = torch.cat([features * self.gains, shares], 1)
         for weight, bias in zip(self.layers[:-2:2], self.layers[1:-2:2], strict=True):
-            hidden = torch.addmm(bias, hidden, weight).relu()
+            hidden = torch.nn.functional.gelu(torch.addmm(bias, hidden, weight))
         return torch.addmm(self.layers[-1], hidden, self.layers[-2])
 
 

@@ -77,7 +77,7 @@ class Coordinates:
 def centres_of(rows: Tensor, shares: Tensor) -> Tensor:
     """What each class contributes to a row, ``[classes, width]``: rows are near ``shares @ centres`` (least squares).
 
-    For single examples these are the class means.
+    For single examples these are the class means. A class of which there is no example gets the mean over all rows.
 
     Args:
         rows: ``[clients, width]``.
@@ -90,6 +90,7 @@ def centres_of(rows: Tensor, shares: Tensor) -> Tensor:
     shares = shares.double()
     products = torch.cat([shares.T @ part.double() for part in torch.split(rows, 1024, dim=1)], 1)
     centres: Tensor = torch.linalg.pinv(shares.T @ shares, hermitian=True) @ products
+    centres[shares.sum(0) == 0] = rows.mean(0, dtype=torch.float64)
     return centres.to(rows)
 
 

@@ -19,9 +19,6 @@ from gradveil.update import Announced, LocalSteps
 HELD_OUT = 0.1
 """The share of the public inputs of each class on which choices are made, and which nothing is fitted to."""
 
-LEAST_PER_CLASS = 2
-"""One public input of a class to learn from, and one to hold out."""
-
 _CHUNK_BYTES = 1 << 28
 _PROBED = 4
 
@@ -94,8 +91,9 @@ class SimulatedClients:
             return
         parameters = self.task.parameters
         gradients: Gradients = vmap(lambda x, y: self.task.gradient(parameters, x, y))(inputs, labels)
+        device = self.task.device
         for row in seeds.tolist():
-            generators = [self._generator(seed) for seed in row]
+            generators = [torch.Generator(device).manual_seed(seed) for seed in row]
             if self.defense.batches_clients:
                 assert isinstance(self.defense, Perturbation)
                 yield self.defense.perturb_clients(gradients, generators=generators)
@@ -113,7 +111,7 @@ class SimulatedClients:
         return next(replace(self, defense=create_defense("none")).draws(groups, seeds))
 
     def _share(self, group: Tensor, inputs: Tensor, labels: Tensor, seed: int) -> Gradients:
-        generator = self._generator(seed)
+        generator = torch.Generator(self.task.device).manual_seed(seed)
         announced = self._announcement(group, generator) if self.defense.announces else None
         return self.defense.share(
             self.task, inputs, labels, generator=generator, memory={}, announced=announced, local=self.local
@@ -126,9 +124,6 @@ class SimulatedClients:
         return self.defense.announce(
             self.task, inputs[others], labels[others], generator=generator, memory={}, local=self.local
         )
-
-    def _generator(self, seed: int) -> torch.Generator:
-        return torch.Generator(self.task.device).manual_seed(seed)
 
 
 def kinds_of(task: Task, labels: Tensor, dims: int) -> tuple[Tensor, int]:
@@ -147,6 +142,8 @@ def kinds_of(task: Task, labels: Tensor, dims: int) -> tuple[Tensor, int]:
 def hold_out(owner: str, kinds: Tensor, classes: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
     """The places of the public inputs to learn from and of those that are held out, a tenth of every class.
 
+    If there is only one input of a class, it is not held out.
+
     Args:
         owner: the attack's name, for error messages.
         kinds: the class of each public input.
@@ -154,18 +151,12 @@ def hold_out(owner: str, kinds: Tensor, classes: int, batch_size: int, generator
         batch_size: examples behind an update; either part must have as many.
         generator: the attacker's randomness.
     """
-    counts = kinds.bincount(minlength=classes)
-    if int(counts.min()) < LEAST_PER_CLASS:
-        scarce = int(counts.argmin())
-        raise ThreatModelError(
-            f"{owner}: needs at least {LEAST_PER_CLASS} public inputs of each class, got {int(counts[scarce])} of "
-            f"class {scarce}; grant more of them in ThreatModel(public=...)"
-        )
     learning, held = [], []
     for label in range(classes):
         places = (kinds == label).nonzero().flatten()
         order = torch.randperm(len(places), generator=generator, device=generator.device).to(places.device)
-        first = -(-len(places) // round(1 / HELD_OUT))  # rounded up, so that every class is held out too
+        # Rounded up, so that some of every class are held out.
+        first = 0 if len(places) == 1 else -(-len(places) // round(1 / HELD_OUT))
         held.append(places[order[:first]])
         learning.append(places[order[first:]])
     parts = [torch.cat(learning), torch.cat(held)]

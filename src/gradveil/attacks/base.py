@@ -2,18 +2,21 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Self
 
 import torch
 
 from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks._labels import check_inferable, find_labels
+from gradveil.attacks._learned import learned_once
 from gradveil.attacks._restarts import best_of
 from gradveil.attacks.findings import Findings, Reconstruction
 from gradveil.attacks.problem import Observed, Problem, Progress, granted_public, observed_rounds
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
-from gradveil.core.parameters import has_all_state
+from gradveil.core.parameters import has_all_state, state_fields
 from gradveil.core.randomness import fresh_generator
 from gradveil.core.registry import Method, Registry
 from gradveil.core.timing import timed
@@ -44,7 +47,13 @@ class Attack(Method, ABC):
         """Recover what the updates give away."""
 
     def fit(
-        self, task: Task, threat: ThreatModel, *, generator: torch.Generator | None = None, progress: Progress = None
+        self,
+        task: Task,
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = None,
+        cache: Path | None = None,
     ) -> Self:
         """Return a copy of the attack that has learned what it needs; most attacks have nothing to learn.
 
@@ -53,11 +62,16 @@ class Attack(Method, ABC):
             threat: what the attacker may know, including the public data it may learn from.
             generator: the attacker's randomness; default: fresh entropy.
             progress: called with (steps done, total steps, seconds left).
+            cache: a folder of the user's own in which what is learned is kept and found again; None: it is not kept.
         """
         self.check_threat(task, threat)
         if threat.public is not None:
             threat = replace(threat, public=granted_public(self.name, task, threat))
-        return self.learn(task, threat, generator or fresh_generator(task.device), progress)
+        generator = generator or fresh_generator(task.device)
+        learn = partial(self.learn, task, threat, generator, progress)
+        if cache is None or not state_fields(self):
+            return learn()
+        return learned_once(self, task, threat, generator, cache, learn)
 
     def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
         """Do the learning for `fit`: return a copy whose `parameters.state` fields hold what was learned."""

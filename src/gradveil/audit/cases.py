@@ -225,13 +225,11 @@ class PreparedDefense:
         defense: the prepared defense.
         sent: the model as the server sends it; an active server has changed it.
         task: the model that clients train: `sent`, as the defense may have changed it.
-        public: examples that anybody has.
     """
 
     defense: Defense
     sent: Task
     task: Task
-    public: Batch | None
 
 
 def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | None, seed: int = 0) -> PreparedDefense:
@@ -248,7 +246,7 @@ def prepare(task: Task, defense: Defense, attack: Attack, *, public: Batch | Non
     sent = attack.modify(task, public=public, generator=derived_generator(seed, "modify", str(attack), device=device))
     randomness = derived_generator(seed, "prepare", str(defense), device=device)
     prepared, trained = defense.prepare(sent, public=public, generator=randomness)
-    return PreparedDefense(prepared, sent, trained, public)
+    return PreparedDefense(prepared, sent, trained)
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,6 +266,7 @@ class Case:
         publisher: who announces for the victims' rounds, if the defense needs that: ``"honest"``: another client;
             ``"lying"``: another client, which passes its smallest values off as its largest; ``"victim"``: the first
             client of the victim, inside whose own announcement it is then attacked.
+        public: examples that anybody has, none of them a victim's, which an attack that learns may learn from.
     """
 
     prepared: PreparedDefense
@@ -280,6 +279,7 @@ class Case:
     server_lr: float = 0.1
     seed: int = 0
     publisher: str = "honest"
+    public: Batch | None = None
 
     def __post_init__(self) -> None:
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
@@ -295,7 +295,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
-            public=self.prepared.public if self.attack.needs_public else None,
+            public=self.public if self.attack.needs_public else None,
         )
 
     def randomness(self, *path: object) -> torch.Generator:
@@ -446,13 +446,21 @@ def bound(case: Case) -> float | None:
     return None if found is None else found.mse
 
 
-def fit(case: Case, *, progress: Progress = None) -> Case:
-    """The case with its attack fitted: a learned attack trains before it sees an update. Most have nothing to learn."""
+def fit(case: Case, *, progress: Progress = None, cache: Path | None = None) -> Case:
+    """The case with its attack fitted: a learned attack trains before it sees an update. Most have nothing to learn.
+
+    Args:
+        case: the case.
+        progress: called with (steps done, steps in all, seconds left).
+        cache: see `Attack.fit`.
+    """
     if not case.attack.needs_public:
         return case
-    threat = case.threat(case.victims.batch_size, case.victims.targets)
+    victims, hidden = case.victims, case.prepared.defense.hides_updates
+    threat = case.threat(victims.inputs.shape[1] if hidden else victims.batch_size, victims.targets)
     randomness = case.randomness("fit", str(case.attack))
-    return replace(case, attack=case.attack.fit(case.prepared.task, threat, generator=randomness, progress=progress))
+    fitted = case.attack.fit(case.prepared.task, threat, generator=randomness, progress=progress, cache=cache)
+    return replace(case, attack=fitted)
 
 
 def attack_on(

@@ -53,6 +53,7 @@ class AuditConfig(Settings):
             client, as it should; ``"lying"``: another client, which passes its smallest values off as its largest;
             ``"victim"``: the victim itself, which thereby tells more than the others. In the training everybody is
             honest.
+        public: training examples, at most, that attackers who learn may learn from; victims come from the test split.
         weights: safetensors file of the user's own weights; None: the initial ones.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
@@ -77,6 +78,7 @@ class AuditConfig(Settings):
             checks.choice("audit", "norms", self.norms, NORMS)
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
         checks.integer("audit", "seed", self.seed, low=0)
+        checks.integer("audit", "public", self.public, low=0)
         given = [name for name in ("match", "weights") if getattr(self, name) is not None]
         for name in ("dataset", "model", "labels", "device", *given):
             _check_text(name, getattr(self, name))

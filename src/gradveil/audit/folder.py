@@ -186,9 +186,10 @@ def _check_methods(config: Json) -> None:
     for pair in config["adapted"]:
         if tuple(pair) not in pairs:
             refuse(CONFIG, "adapted", "a list of pairs of a defense and an attack of this audit", short(pair))
-    for spec in config["generic"]:
-        if spec not in config["defenses"]:
-            refuse(CONFIG, "generic", "a list of defenses of this audit", short(spec))
+    for key, methods in (("generic", "defenses"), ("learned", "attacks")):
+        for spec in config[key]:
+            if spec not in config[methods]:
+                refuse(CONFIG, key, f"a list of {methods} of this audit", short(spec))
     for spec in config["caveats"]:
         if spec not in [*config["defenses"], *config["attacks"]]:
             refuse(CONFIG, "caveats", "an object of defenses and attacks of this audit", short(spec))

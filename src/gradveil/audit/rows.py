@@ -14,7 +14,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 3
+VERSION = 4
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -73,6 +73,7 @@ class Settings:
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
     observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
+    public: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 4000)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
@@ -89,6 +90,9 @@ CONFIG_SCHEMA: Schema = {
     **SETTINGS,
     "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MAX_METHODS**2),
     "generic": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
+    "learned": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
+    "public_examples": kinds.integer(0, kinds.MAX_ITEMS),
+    "public_overlap": kinds.integer(0, kinds.MAX_ITEMS),
     "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MAX_METHODS),
     "dataset_source": kinds.WORDS,
     "data_digest": kinds.digest(),

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import OutputError, ThreatModelError
 from gradveil.core.folders import locked, prepare_folder, write_json
 from gradveil.core.registry import Method, parse_spec
+from gradveil.data.places import cache_folder
 from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.federation import Training, train
@@ -110,7 +112,8 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
         # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
         decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
         _refuse_changes(folder, before, decisive, _RESTORE)
-    work_items = list(_Work(subject, _Files(folder, before or now)).work_items())
+    files = _Files(folder, before or now)
+    work_items = list(_Work(subject, files).work_items())
     for done, (what, work) in enumerate(work_items):
 
         def report_step(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = what) -> None:
@@ -119,6 +122,7 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
 
         report_step(0, 1)
         work(report_step)
+    shutil.rmtree(files.learned, ignore_errors=True)  # needed only to resume
 
 
 def choose_threads(parameters: int) -> int:
@@ -173,7 +177,8 @@ class Subject:
             test split.
         task: the model as the server has it.
         victims: the victims that are attacked.
-        public: training examples that no client holds, which defenses and attackers may look at.
+        root: a few training examples that no client holds, which defenses and active servers are prepared with.
+        public: training examples, those of `root` first, which attackers who learn may learn from.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
         blind_scores: its scores by the primary metric, ``[victims, examples]``.
@@ -183,6 +188,7 @@ class Subject:
     dataset: data.Dataset
     task: Task
     victims: Victims
+    root: Batch
     public: Batch
     computed: Mapping[str, bool]
     blind: Tensor
@@ -228,13 +234,15 @@ class Subject:
         )
         blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
         assert blind_scores is not None  # the primary metric can always be computed
-        places, _ = split_public(train_split, config.seed)
+        root, others = split_public(train_split, config.seed)
+        public = torch.cat([root, others])[: config.public]
         return cls(
             config,
             dataset,
             task,
             victims,
-            as_batch(task, train_split.batch(places)),
+            as_batch(task, train_split.batch(root)),
+            as_batch(task, train_split.batch(public)),
             computed,
             guess.view_as(victims.inputs),
             blind_scores.view(victims.inputs.shape[:2]),
@@ -254,6 +262,7 @@ class Subject:
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
+            public=self.public,
         )
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
@@ -261,7 +270,7 @@ class Subject:
         wanted = self.config.adaptive
         if wanted is False or defense.name == "none":
             return [False]
-        case = self.case(PreparedDefense(defense, self.task, self.task, self.public), attack, adaptive=True)
+        case = self.case(PreparedDefense(defense, self.task, self.task), attack, adaptive=True)
         try:
             attack.check_threat(self.task, case.threat(self.config.batch_size, self.victims.targets))
         except ThreatModelError:
@@ -287,6 +296,9 @@ class Subject:
                 for attack in map(create_attack, config.attacks)
                 if True in self.attackers(create_defense(spec), attack)
             ],
+            "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
+            "public_examples": len(self.public[0]),
+            "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.public[0].cpu()),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
             "caveats": {spec: sentences for spec, sentences in caveats.items() if sentences},
             "dataset_source": self.dataset.source,
@@ -305,6 +317,12 @@ class Subject:
             "threads": torch.get_num_threads(),
             "platform": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         }
+
+
+def _overlap(victims: Tensor, public: Tensor) -> int:
+    """How many of the victims' examples are among the public ones, to the bit."""
+    known = {example.numpy().tobytes() for example in public.float()}
+    return sum(example.numpy().tobytes() in known for example in victims.float())
 
 
 def _training(config: AuditConfig) -> Training:
@@ -330,6 +348,8 @@ class _Files:
         self.results = SealedLines(folder / RESULTS, ResultRow, described)
         self.utility = SealedLines(folder / UTILITY, UtilityRow, described)
         self.matches = SealedLines(folder / MATCHES, MatchRow, described)
+        # Not in the audit's own folder, which may come from anybody when it is resumed.
+        self.learned = cache_folder() / "learned" / described[DIGEST]
 
     def save_picture(self, stem: str, victim: int, content: bytes) -> tuple[str, str]:
         """Write a picture, and return its path in the folder and its digest."""
@@ -346,7 +366,6 @@ class _Work:
         self.subject, self.files, self.config = subject, files, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
         self.costs = Costs(subject.task, subject.dataset, _training(self.config))
-        self._fitted: dict[tuple[str, str, bool], Attack] = {}
         self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
     def work_items(self) -> Iterator[WorkItem]:
@@ -422,7 +441,7 @@ class _Work:
             return  # the match left this defense out
         prepared, bound_mse = prepared_and_bound
         case = self.subject.case(prepared, attack, adaptive, self.subject.victims.part(chunk))
-        seen = cases.observe(self._fitted_case(case, report_step))
+        seen = cases.observe(cases.fit(case, progress=report_step, cache=self.files.learned))
         found = cases.attack_on(seen, progress=report_step)
         if found.interrupted:
             raise KeyboardInterrupt
@@ -449,19 +468,10 @@ class _Work:
             self._prepared = {other: prepared for other, prepared in self._prepared.items() if other[0] == chosen}
             subject = self.subject
             prepared = cases.prepare(
-                subject.task, create_defense(chosen), attack, public=subject.public, seed=self.config.seed
+                subject.task, create_defense(chosen), attack, public=subject.root, seed=self.config.seed
             )
             self._prepared[key] = prepared, cases.bound(subject.case(prepared, attack, adaptive=False))
         return self._prepared[key]
-
-    def _fitted_case(self, case: Case, report_step: ReportStep) -> Case:
-        """The case with its attack fitted, which happens once for all chunks."""
-        key = str(case.attack), str(case.prepared.defense), bool(case.adaptive)
-        if key not in self._fitted:
-            # As with stages, those of earlier defenses are not needed again.
-            self._fitted = {other: attack for other, attack in self._fitted.items() if other[1] == key[1]}
-            self._fitted[key] = cases.fit(case, progress=report_step).attack
-        return replace(case, attack=self._fitted[key])
 
     def _row(
         self,

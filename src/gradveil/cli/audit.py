@@ -92,6 +92,10 @@ def audit(
             "its smallest values; victim: the client that is attacked.",
         ),
     ] = None,
+    public: Annotated[
+        int | None,
+        _setting("public", "Training examples, at most, that attackers who learn may learn from."),
+    ] = None,
     weights: Annotated[
         str | None, _setting("weights", "Your own weights, a .safetensors file.", "the model's initial weights")
     ] = None,

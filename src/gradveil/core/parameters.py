@@ -144,10 +144,15 @@ def state() -> Any:
     return dataclasses.field(default=None, kw_only=True, metadata={_KEY: None})
 
 
+def state_fields(method: Any) -> list[str]:
+    """The names of the fields declared by `state`."""
+    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
+    return [field.name for field in fields if field.kw_only and field.metadata.get(_KEY, field) is None]
+
+
 def has_all_state(method: Any) -> bool:
     """Whether every field declared by `state` has been set."""
-    fields = dataclasses.fields(method) if dataclasses.is_dataclass(method) else ()
-    return all(getattr(method, field.name) is not None for field in fields if field.metadata.get(_KEY, field) is None)
+    return all(getattr(method, name) is not None for name in state_fields(method))
 
 
 def component() -> Any:

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradveil.core import checks
 from gradveil.core.errors import DataError
 from gradveil.core.folders import writing
-from gradveil.federation._storage import check, load, save_atomically
+from gradveil.core.storage import check, load, save_atomically
 
 RAM_BYTES = 2 << 30
 SPARSE_BELOW = 0.4
@@ -36,7 +36,7 @@ class MemoryFile(NamedTuple):
 
     Args:
         version: its number, which is part of the file's name.
-        digest: the digest of its content, see `_storage`.
+        digest: the digest of its content, see `core.storage`.
 
     Example:
         >>> MemoryFile(3, "ab" * 32).version

@@ -98,6 +98,11 @@ def difference_to_undefended(audit: Audit, defense: str, attack: MethodId) -> In
     return _difference(audit, audit.rows_of(defense, attack), audit.without_defense(attack))
 
 
+def difference_to_blind(audit: Audit, defense: str, attack: MethodId) -> Interval | None:
+    """An attack's score under a defense minus that of the blind guess, paired by victim; None if either is missing."""
+    return _difference(audit, audit.rows_of(defense, attack), audit.blind)
+
+
 def as_closeness(audit: Audit, interval: Interval) -> Interval:
     """An interval of the primary metric, with its sign changed if needed so that higher is always closer."""
     estimate, low, high = map(audit.primary.closeness, (interval.estimate, interval.low, interval.high))

@@ -15,7 +15,7 @@ from gradveil.audit.rows import MethodId, ResultRow
 from gradveil.audit.statistics import possible_share
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import IMAGE, Modality
-from gradveil.report._scores import as_closeness, difference_to_plain, difference_to_undefended, score, strongest
+from gradveil.report._scores import as_closeness, difference_to_blind, difference_to_plain, difference_to_undefended, score, strongest
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.read import UNDEFENDED, Audit
 
@@ -295,6 +295,47 @@ def _below_blind(audit: Audit) -> Iterator[str]:
         yield (
             f"Under {names(list(below), MAX_NAMED)}, the best adaptive attacker reaches a median of "
             f"{primary.with_unit(best)}, the blind guess {primary.with_unit(guess)}."
+        )
+
+
+@_flag("learned-nothing")
+def _learned_nothing(audit: Audit) -> Iterator[str]:
+    """An attacker who learns does no better than guessing without a defense.
+
+    Raised when an attack that learned from public examples is not shown to come closer to undefended victims than the
+    blind guess: the 95 % interval of the median paired difference in {primary} does not exclude zero.
+
+    Why it matters. What it learned is worth no more than {guess}. Its failure under a defense then says nothing about
+    the defense.
+
+    What to do. Grant it more public examples (`--public`) or more epochs, or use other public data.
+    """
+    for method in map(MethodId, audit.learned):
+        difference = difference_to_blind(audit, UNDEFENDED, method)
+        if difference and as_closeness(audit, difference).low <= 0:
+            yield (
+                f"Without a defense `{audit.short_name(method)}` is not shown to do better than the blind guess, so its "
+                "rows say nothing about the defenses."
+            )
+
+
+@_flag("victims-are-public")
+def _victims_are_public(audit: Audit) -> Iterator[str]:
+    """Victims are among the public data.
+
+    Raised when an attack learns from public examples and some of them are victims, to the bit.
+
+    Why it matters. The attacker has seen what it is to find, so the figures say more about its memory than about what
+    updates leak.
+
+    What to do. Remove duplicates from the data, so that no test example is also a training example.
+    """
+    overlap = audit.config["public_overlap"]
+    if audit.learned and overlap:
+        yield (
+            f"{overlap:,} of the {plural(audit.victims * audit.examples, f'victim {audit.modality.unit}')} "
+            f"{'is' if overlap == 1 else 'are'} also among the {audit.config['public_examples']:,} public ones from "
+            f"which {names([audit.short_name(MethodId(spec)) for spec in audit.learned])} learned."
         )
 
 

@@ -306,11 +306,19 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     for caveat, specs in audit.caveats.items():
         yield f"{names(specs)}: {caveat}"
     stopping = [defense for defense in audit.real_defenses if outcome(audit, defense) is Outcome.STOPS]
-    if stopping:
+    unit, examples = audit.modality.unit, audit.config["public_examples"]
+    if audit.learned:
         yield (
-            f"{names(stopping)}: only the attacks named here were tried. Attackers who learn from public "
-            f"{audit.modality.unit}s, and attackers who only want to know whose data it was, are not among them and "
-            "may succeed where these fail."
+            f"{_short_names(audit, audit.learned)}: an attacker with {examples:,} public {unit}s of the same kind as the "
+            "victims'; one with more of them may recover more."
+        )
+    if stopping:
+        others = "attackers who only want to know whose data it was"
+        if not audit.learned:
+            others = f"attackers who learn from public {unit}s, and {others},"
+        yield (
+            f"{names(stopping)}: only the attacks named here were tried; {others} are not among them and may succeed "
+            "where these fail."
         )
     generic = [defense for defense in stopping if defense in audit.generic]
     if generic:

@@ -183,7 +183,7 @@ def _price(audit: Audit) -> dict[str, str] | None:
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
     """All settings except the command and the methods, which the page shows elsewhere."""
-    shown_elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "caveats"}
+    shown_elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "learned", "caveats"}
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in shown_elsewhere]
 
 

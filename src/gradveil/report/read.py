@@ -30,6 +30,7 @@ class Audit:
         methods: the specs of the attacks.
         expected: the pairs of defense and attack that the audit is to run.
         generic: the defenses that have no adaptive attacker of their own, only the generic one.
+        learned: the specs of the attacks that learned from public examples.
         caveats: the specs of the methods that declare each caveat, by its text.
         victims: how many victims there are.
         examples: how many examples are behind each victim's update.
@@ -50,6 +51,7 @@ class Audit:
     methods: tuple[str, ...]
     expected: tuple[tuple[str, MethodId], ...]
     generic: frozenset[str]
+    learned: tuple[str, ...]
     caveats: Mapping[str, list[str]]
     victims: int
     examples: int
@@ -126,6 +128,7 @@ def read(folder: Path) -> Audit:
         methods=tuple(config["attacks"]),
         expected=tuple(_expected(config, defenses)),
         generic=frozenset(spec for requested, spec in defenses.items() if requested in config["generic"]),
+        learned=tuple(config["learned"]),
         caveats=_caveats(config, defenses),
         victims=config["victims"],
         examples=config["batch_size"] * config["aggregated"],

@@ -1,0 +1,115 @@
+"""What attacks have learned, on disk: found again by everything it depends on, so that an interrupted audit need not
+learn it twice.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from gradveil._version import __version__
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import DataError
+from gradveil.core.folders import prepare_folder
+from gradveil.core.parameters import state_fields
+from gradveil.core.storage import load, save_atomically
+from gradveil.core.tensors import Tensors
+from gradveil.task import Task
+
+A = TypeVar("A")
+
+_PROBED = 2  # public inputs whose gradients tell models apart that differ in more than their weights
+
+
+def learned_once(
+    attack: A, task: Task, threat: ThreatModel, generator: torch.Generator, folder: Path, learn: Callable[[], A]
+) -> A:
+    """The fitted attack: read from `folder`, or learned and written there.
+
+    A file that is damaged is replaced. Anybody who can write to the folder can decide what the attack has learned, so
+    it must be the user's own.
+
+    Args:
+        attack: the attack before it has learned anything.
+        task: the model that the victims will be sent.
+        threat: what the attacker may know.
+        generator: the attacker's randomness; it is not used if the file is there.
+        folder: where files are kept; made if it is missing.
+        learn: does the learning.
+    """
+    assert threat.public is not None
+    prepare_folder(folder, "learned attacks")
+    path = folder / f"{learned_digest(attack, task, threat, generator)}.safetensors"
+    if path.exists():
+        try:
+            return _read(attack, path, task.device)
+        except DataError:
+            path.unlink()
+    fitted = learn()
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, Any] = {}
+    for name in state_fields(fitted):
+        value = getattr(fitted, name)
+        if isinstance(value, Tensors):
+            tensors |= {f"{name}/{key}": tensor.detach().cpu() for key, tensor in value.items()}
+            about[name] = {"tensors": list(value)}  # the file itself has an order of its own
+        else:
+            about[name] = {"value": value}
+    save_atomically(path, tensors, about)
+    return fitted
+
+
+def _read(attack: A, path: Path, device: torch.device) -> A:
+    tensors, about = load(path)
+    found: dict[str, Any] = {}
+    for name in state_fields(attack):
+        try:
+            entry = about[name]
+            keys = entry.get("tensors")
+            found[name] = (
+                entry["value"] if keys is None else Tensors({key: tensors[f"{name}/{key}"].to(device) for key in keys})
+            )
+        except (LookupError, AttributeError, TypeError) as error:
+            raise DataError(f"{path}: expected what {type(attack).__name__} has learned, got something else") from error
+    replaced: Any = dataclasses.replace(attack, **found)  # type: ignore[type-var]
+    fitted: A = replaced
+    return fitted
+
+
+def learned_digest(attack: object, task: Task, threat: ThreatModel, generator: torch.Generator) -> str:
+    """Digest of everything that decides what an attack learns: if any of it changes, so does the digest."""
+    assert threat.public is not None
+    digest = hashlib.sha256()
+    # A plain attacker does not know the defense, so what it learns serves against all of them.
+    known = threat if threat.adaptive else dataclasses.replace(threat, defense=None)
+    # The labels of the victims are known only when it attacks.
+    known = dataclasses.replace(known, labels="infer", known_labels=None)
+    inputs, labels = threat.public
+    response = task.gradients(inputs[:_PROBED], labels[:_PROBED])
+    for part in _parts([__version__, attack, known, task.parameters, task.buffers, response, generator.get_state()]):
+        digest.update(part)
+    return digest.hexdigest()[:32]
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    """The value as bytes; methods, settings and containers with everything that they hold."""
+    if isinstance(value, Tensor):
+        yield f"{list(value.shape)} {value.dtype} ".encode()
+        yield value.detach().cpu().contiguous().numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield f"{key}: ".encode()
+            yield from _parts(item)
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        yield f"{len(value)} items ".encode()
+        for item in value:
+            yield from _parts(item)
+    elif dataclasses.is_dataclass(value):
+        yield f"{type(value).__name__} ".encode()
+        yield from _parts({field.name: getattr(value, field.name) for field in dataclasses.fields(value)})
+    else:
+        yield f"{value!r} ".encode()
