@@ -14,12 +14,12 @@ import time
 from pathlib import Path
 
 import torch
-from checkpoints import restore, save
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from torch import Tensor
 from torch.nn import functional as F
 
+from checkpoints import restore, save
 from gradveil import data
 from gradveil.core.randomness import derived_generator
 from gradveil.models.evaluation import WEIGHTS, EvaluationNetwork

@@ -1,4 +1,4 @@
-"""What the attacks that search a generator share: a generator that fits the task, and its images in the task's shape."""
+"""What the attacks that search a generator share: a generator that fits the task, and its images."""
 
 from collections.abc import Mapping
 
@@ -63,9 +63,8 @@ def generated(
     images: Tensor = generator(*arguments) if weights is None else functional_call(generator, dict(weights), arguments)
     if images.shape[1] > task.input_shape[0]:
         images = images.mean(1, keepdim=True)
-    if images.shape[2:] != task.input_shape[1:]:
-        images = F.adaptive_avg_pool2d(images, task.input_shape[1:])
-    return images
+    _, height, width = task.input_shape
+    return images if images.shape[2:] == (height, width) else F.adaptive_avg_pool2d(images, (height, width))
 
 
 def random_latents(problem: Problem, latent: int) -> Tensor:

@@ -98,7 +98,7 @@ class CINet(Attack):
         shapes = {name: value.shape for name, value in network.named_parameters()}
 
         def unpack(weights: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            parts = weights.split([shape.numel() for shape in shapes.values()])
+            parts = torch.split(weights, [shape.numel() for shape in shapes.values()])
             named = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
             images: Tensor = functional_call(network, named, (fixed,))
             return images[:, :, :height, :width], labels
@@ -108,9 +108,7 @@ class CINet(Attack):
             assert penalty is not None  # see `check_threat`
             return self.tv * penalty
 
-        matching = Matching(
-            matched_layers(self.name, problem.updates, self.mute), COSINE, prior if self.tv else None
-        )
+        matching = Matching(matched_layers(self.name, problem.updates, self.mute), COSINE, prior if self.tv else None)
         space = Space(unpack)
         return space.unpacked(match(problem, start, Adam(self.lr), matching, iterations=self.iterations, space=space))
 

@@ -71,9 +71,9 @@ class GGL(Attack):
 
     adapts = True
 
-    iterations: int = integer(500, low=1)
-    lr: float = number(0.1, above=0)
-    pull: float = number(1e-5, low=0)
+    iterations: int = integer(300, low=1)
+    lr: float = number(0.2, above=0)
+    pull: float = number(1e-6, low=0)
     restarts: int = integer(4, low=1)
     generator: str = text(MISSING)
     mute: str = text(NOTHING)

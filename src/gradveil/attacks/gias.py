@@ -27,9 +27,9 @@ class GIAS(Attack):
               \qquad w = w_0 + spread \cdot c
 
     The first stage is `ggl`: c = 0. The best of its starting points is where the second stage begins, in which z and c
-    move together. The generator no longer confines the images to its own, but remains a good place to start. The weights
-    w are those of one victim, shared by the examples of its batch. They have a normal prior around the trained weights,
-    which counts like that of z: an adaptive attacker weights it by the variance of the noise.
+    move together. The generator no longer confines the images to its own, but remains a good place to start. The
+    weights w are those of one victim, shared by the examples of its batch. They have a normal prior around the trained
+    ones, which counts like that of z: an adaptive attacker weights it by the variance of the noise.
 
     Args:
         iterations: Adam steps of the latent search.
@@ -43,8 +43,8 @@ class GIAS(Attack):
             answer to a defense that spoils only some layers. ``"none"``: all are matched.
 
     References:
-        Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021. The pull of the weights to the trained
-        ones is an addition; without it, noise on the update ends up in the weights.
+        Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021. The pull of the weights to the
+        trained ones is an addition; without it, noise on the update ends up in the weights.
 
     Example:
         >>> import gradveil, tempfile
@@ -70,11 +70,11 @@ class GIAS(Attack):
 
     adapts = True
 
-    iterations: int = integer(500, low=1)
-    weight_iterations: int = integer(500, low=1)
+    iterations: int = integer(300, low=1)
+    weight_iterations: int = integer(300, low=1)
     lr: float = number(0.1, above=0)
-    pull: float = number(1e-5, low=0)
-    spread: float = number(0.01, above=0)
+    pull: float = number(1e-6, low=0)
+    spread: float = number(0.03, above=0)
     seeds: int = integer(4, low=1)
     generator: str = text(MISSING)
     mute: str = text(NOTHING)
@@ -98,14 +98,11 @@ class GIAS(Attack):
             space = weight_space(problem, generator, self.spread, self.pull)
             return space.unpacked(replace(first, inputs=with_weights(first.inputs, generator)))
         # The order of the labels that fitted best, if there were several.
-        problem = replace(
-            problem, labels=first.labels, progress=_part(problem.progress, self.iterations, total)
-        )
+        problem = replace(problem, labels=first.labels, progress=_part(problem.progress, self.iterations, total))
         space = weight_space(problem, generator, self.spread, self.pull)
         found = match(
             problem,
             with_weights(first.inputs, generator),
-            # Small steps first: the weights have not moved yet, and every one of them moves by the step size.
             Adam(self.lr),
             Matching(layers, RELATIVE),
             iterations=self.weight_iterations,
@@ -130,7 +127,7 @@ def weight_space(problem: Problem, generator: Generator, spread: float, pull: fl
     sizes = [value.numel() for value in trained.values()]
 
     def unpack(candidate: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        latents, *changes = candidate.split([latent_values, *sizes])
+        latents, *changes = torch.split(candidate, [latent_values, *sizes])
         weights = {
             name: value + spread * change.view_as(value)
             for (name, value), change in zip(trained.items(), changes, strict=True)

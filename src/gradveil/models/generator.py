@@ -66,7 +66,7 @@ class Generator(nn.Module):
         checks.integer("generator", "height of the images", last_side, high=_LARGEST_SIDE)
         self.image_shape = (checks.integer("generator", "channels", channels, low=1), last_side, last_side)
         self.first = nn.Linear(latent, self.widths[0] * side**2)
-        self.biases = nn.Parameter(torch.zeros(classes, self.widths[0] * side**2)) if classes else None
+        self.biases = nn.Parameter(torch.randn(classes, self.widths[0] * side**2)) if classes else None
         pairs = zip(self.widths, (*self.widths[1:], channels), strict=True)
         self.upsample = nn.ModuleList(
             nn.ConvTranspose2d(before, after, _KERNEL, stride=2, padding=1) for before, after in pairs
@@ -103,7 +103,9 @@ def find(name: str) -> Path:
         if (folder / file).exists():
             return folder / file
     places = ", ".join(str(folder.absolute()) for folder in folders)
-    remedy = f"train it: python scripts/train_generator.py {name}" if name in catalog.names() else "give the file itself"
+    remedy = (
+        f"train it: python scripts/train_generator.py {name}" if name in catalog.names() else "give the file itself"
+    )
     raise DataError(f"generator {name!r}: expected {file} in one of {places}, found none; {remedy}")
 
 
@@ -120,9 +122,11 @@ def load(path: Path) -> Generator:
     try:
         tensors = _face_tensors(path) if path.suffix == ".npz" else _own_tensors(path)
         generator = _untrained(tensors)
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else error
-        raise DataError(f"{path}: expected the tensors of a generator, got {reason}; {_remedy(path)}") from error
+    except (SafetensorError, DataError, OSError, ValueError, KeyError) as error:
+        reason = f"there is no {error}" if isinstance(error, KeyError) else error
+        raise DataError(
+            f"{path}: expected the tensors of a generator, but reading them failed ({reason}); {_remedy(path)}"
+        ) from error
     for name, value in tensors.items():
         if not value.is_floating_point() or not value.isfinite().all():
             raise DataError(f"{path}: expected finite numbers, got others in {name!r}; {_remedy(path)}")
@@ -138,7 +142,7 @@ def _remedy(path: Path) -> str:
 
 def _own_tensors(path: Path) -> Mapping[str, Tensor]:
     if not path.is_file():
-        raise OSError("no such file")
+        raise OSError("there is no such file")
     tensors: Mapping[str, Tensor] = load_file(path)
     return tensors
 
@@ -158,7 +162,7 @@ def _face_tensors(path: Path) -> Mapping[str, Tensor]:
     for name, shape in shapes.items():
         if name not in arrays or arrays[name].shape != shape or arrays[name].dtype.kind != "f":
             got = f"{arrays[name].dtype} of shape {arrays[name].shape}" if name in arrays else "none"
-            raise ValueError(f"{got} where floats of shape {shape} are expected in {name!r}")
+            raise ValueError(f"got {got} where floats of shape {shape} are expected in {name!r}")
     values = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
     tensors: dict[str, Tensor] = {}
     for layer in range(layers):
@@ -197,11 +201,11 @@ def _untrained(tensors: Mapping[str, Tensor]) -> Generator:
         )
     if mismatch := first_mismatch(generator.state_dict(), tensors):
         name, expected, got = mismatch
-        raise ValueError(f"{got} where {expected} is expected in {name!r}")
+        raise ValueError(f"got {got} where {expected} is expected in {name!r}")
     return generator
 
 
 def _shape(name: str, value: Tensor, dimensions: int) -> tuple[int, ...]:
     if value.ndim != dimensions:
-        raise ValueError(f"{value.ndim} dimensions where {dimensions} are expected in {name!r}")
+        raise ValueError(f"got {value.ndim} dimensions where {dimensions} are expected in {name!r}")
     return tuple(value.shape)

@@ -47,8 +47,7 @@ def match(
     for number, sharpness in enumerate(stages):
         tasks = [(task if sharpness is None else task.smoothed(sharpness)).to(precision) for task, _ in problem.rounds]
         cost, alone = (
-            matching.cost(problem, variant, space)
-            for variant in (tasks, [task.by_autograd() for task in tasks])
+            matching.cost(problem, variant, space) for variant in (tasks, [task.by_autograd() for task in tasks])
         )
         objective = Objective(
             cost,
