@@ -21,7 +21,7 @@ from gradveil.data.places import missing, search_folders
 FACES = "face-generator"
 """The name of the face generator in the catalogue."""
 FOLDER = "generators"
-"""Where generators trained by scripts/train_generator.py are looked up, below the working directory or a data folder."""
+"""Where scripts/train_generator.py puts generators, and where they are looked up: here, or below a data folder."""
 
 _KERNEL = 4
 _LARGEST_SIDE = 1024
@@ -112,8 +112,8 @@ def find(name: str) -> Path:
 def load(path: Path) -> Generator:
     """Read a generator: the safetensors of scripts/train_generator.py, or the npz of the face generator.
 
-    The architecture follows from the shapes of the tensors. Anything else than the tensors of a `Generator`, all finite,
-    is refused. The face generator's batch norms are folded into its convolutions, and its tanh becomes a sigmoid:
+    The architecture follows from the shapes of the tensors. Anything but the tensors of a `Generator`, all finite, is
+    refused. The face generator's batch norms are folded into its convolutions, and its tanh becomes a sigmoid:
     (1 + tanh(a)) / 2 = sigmoid(2 a).
 
     Args:
