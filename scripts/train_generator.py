@@ -38,7 +38,7 @@ SEED = 0
 BATCH = 64
 PEAK_LR = 1e-3
 CHECKPOINT_EVERY = 200
-STEPS = {"mnist": 10_000, "fashion-mnist": 10_000, "cifar10": 10_000}
+STEPS = 10_000
 VARIANCE = 0.08
 LATENT = {1: 32, 3: 128}  # by channels
 WIDTHS = (64, 32)
@@ -100,14 +100,14 @@ def train(dataset: Dataset, checkpoint: Path, steps: int) -> Generator:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("dataset", choices=STEPS)
+    parser.add_argument("dataset", choices=data.names())
     parser.add_argument("--out", type=Path, help=f"file for the generator; default: {FOLDER}/DATASET.safetensors")
-    parser.add_argument("--steps", type=int, help=f"batches of {BATCH} images; default: {STEPS}")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"batches of {BATCH} images; default: {STEPS}")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     out = arguments.out or Path(FOLDER) / f"{arguments.dataset}.safetensors"
     out.parent.mkdir(parents=True, exist_ok=True)
-    dataset, steps = data.load(arguments.dataset), arguments.steps or STEPS[arguments.dataset]
+    dataset, steps = data.load(arguments.dataset), arguments.steps
     decoder = train(dataset, out.with_suffix(".checkpoint"), steps)
     settings = {
         "data": arguments.dataset,

@@ -30,7 +30,7 @@ QUICK = {
     "lti": {"directions": 8, "epochs": 2},
     "ggl": {"iterations": 20, "restarts": 2, "generator": GENERATOR},
     "gias": {"iterations": 10, "weight_iterations": 10, "seeds": 2, "generator": GENERATOR},
-    "ci-net": {"iterations": 10},
+    "ci-net": {"iterations": 4},
 }
 
 
