@@ -53,8 +53,8 @@ _DEEP = {
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
 _WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti")
-# The attacks that search a generator get that of the data set. Their steps, and those of ci-net, were tried on eight MNIST
-# digits with lenet only; no rows of them are kept yet.
+# The attacks that search a generator get that of the data set. Their steps, and those of ci-net, were tried on eight
+# MNIST digits with lenet only; no rows of them are kept yet.
 _GENERATORS = {"faces-orl": FACES}
 _SEARCH_A_GENERATOR = ("ggl", "gias")
 _SMALL_MODELS = ("lenet", "mlp", "cnn6", "mnist-cnn")
