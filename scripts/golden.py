@@ -53,7 +53,7 @@ COMPOSED = (
     "risk-slicing:clip=1",
     "soteria:directions=8",
 )
-ITERATIVE = {"dlg": 20, "idlg": 20, "inverting-gradients": 20, "grad-inversion": 20}
+ITERATIVE = {"dlg": 20, "idlg": 20, "inverting-gradients": 20, "grad-inversion": 20, "ci-net": 20}
 Figures = dict[str, Any]
 
 

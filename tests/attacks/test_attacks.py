@@ -1,9 +1,11 @@
 import dataclasses
 import inspect
 import re
+import tempfile
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import gradveil
 from gradveil import data, metrics, models
@@ -11,6 +13,11 @@ from gradveil.attacks import ATTACKS
 from gradveil.attacks.matching.distances import cosine_distance
 from gradveil.core import parameters
 from gradveil.core.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
+from gradveil.models.generator import Generator
+
+FOLDER = tempfile.TemporaryDirectory()  # removed when the tests end
+GENERATOR = f"{FOLDER.name}/generator.safetensors"
+save_file(Generator(latent=4, side=4, widths=(4,), channels=1).state_dict(), GENERATOR)
 
 QUICK = {
     "dlg": {"iterations": 20},
@@ -21,6 +28,9 @@ QUICK = {
     "robbing-the-fed": {"bins": 8},
     "loki": {"clients": 2, "bins": 4},
     "lti": {"directions": 8, "epochs": 2},
+    "ggl": {"iterations": 20, "restarts": 2, "generator": GENERATOR},
+    "gias": {"iterations": 10, "weight_iterations": 10, "seeds": 2, "generator": GENERATOR},
+    "ci-net": {"iterations": 4},
 }
 
 
@@ -97,7 +107,7 @@ def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
 def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     # Without the total variation: where its kinks make a gradient vanish, the last bit decides the sign.
-    smooth = {"tv": 0.0} if name in ("inverting-gradients", "grad-inversion") else {}
+    smooth = {"tv": 0.0} if name in ("inverting-gradients", "grad-inversion", "ci-net") else {}
     attack, task, threat = begun(gradveil.attack(name, **QUICK[name], **smooth), tiny_task)
     updates = [gradveil.defense("none").share(task, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
 
@@ -317,7 +327,7 @@ def test_updates_that_do_not_fit_are_refused(tiny_task, tiny_batch):
         attack.reconstruct(tiny_task, [], threat)
 
 
-@pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion"])
+@pytest.mark.parametrize("name", ["dlg", "idlg", "inverting-gradients", "grad-inversion", "ggl", "gias", "ci-net"])
 def test_a_muted_layer_does_not_matter(name, tiny_task, tiny_batch):
     """The values of a layer that is left out change nothing; those of another layer do."""
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])

@@ -131,7 +131,7 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
     ("words", "message"),
     [
         (["audit", "--defense", "dual-prunning"], "unknown defense 'dual-prunning'; did you mean dual-pruning"),
-        (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean dlg or idlg"),
+        (["audit", "--attack", "dgl"], "unknown attack 'dgl'; did you mean ggl or dlg or idlg"),
         (["audit", "--model", "lenett", "--out", "OUT"], "unknown model 'lenett'; did you mean lenet"),
         (["audit", "--dataset", "minst", "--out", "OUT"], "did you mean mnist"),
         (["train", "--model", "OUT/none.py@build", "--out", "OUT/new"], "but there is no file"),

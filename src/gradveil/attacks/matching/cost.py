@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gradveil.attacks.matching.distances import Distance, squared_length
 from gradveil.attacks.matching.priors import ROUNDING, Prior
+from gradveil.attacks.matching.space import Space
 from gradveil.attacks.problem import Problem
 from gradveil.core.errors import ParameterError
 from gradveil.core.registry import suggest
@@ -16,7 +17,7 @@ from gradveil.task import Gradients, Task
 from gradveil.update import LocalSteps, steps_of, with_momentum
 
 Cost = Callable[[Tensor, Sequence[Gradients], Tensor], Tensor]
-"""``(inputs, updates, labels)``: the cost of one victim's candidate, with one update per round."""
+"""``(candidate, updates, labels)``: the cost of one victim's candidate, with one update per round."""
 
 NOTHING = "none"
 """The value of `mute` if every layer is matched."""
@@ -90,7 +91,7 @@ class Matching:
     prior: Prior | None = None
     least_prior: float = 0.0
 
-    def cost(self, problem: Problem, tasks: Sequence[Task]) -> Cost:
+    def cost(self, problem: Problem, tasks: Sequence[Task], space: Space | None = None) -> Cost:
         r"""The cost of one victim's candidate.
 
         A plain attacker takes the distance between simulated and shared updates, averaged over the rounds, plus the
@@ -107,45 +108,63 @@ class Matching:
         independent. We tried means from 0.02 to 2 with idlg on four CIFAR-10 images and LeNet: under normal noise of
         0.1 a mean of 0.5 was best, under 0.01 a mean of 0.17, by half a decibel.
 
+        Candidates that stand for inputs (`Space`) may have a prior of their own. Then both terms with P(x) are replaced
+        by variance times their surprise, and the cost of any attacker has the term weight times surprise.
+
         Args:
             problem: what is known, and the local steps.
             tasks: one per round, in the precision of the search.
+            space: what the candidates stand for; None: they are the inputs.
         """
         distance, prior, local = self.distance, self.prior, problem.threat.local
         parameters, modality = [task.parameters for task in tasks], problem.task.modality
+        surprise = space.surprise if space else None
+
+        def unpack(candidate: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+            return space.unpack(candidate, labels) if space else (candidate, labels)
+
+        def with_priors(loss: Tensor, candidate: Tensor, inputs: Tensor) -> Tensor:
+            if prior is not None:
+                loss = loss + prior(inputs)
+            return loss + space.weight * surprise(candidate) if space and surprise else loss
 
         def matched(gradients: Gradients) -> Gradients:
             return {name: gradients[name] for name in self.layers}
 
-        def plain(inputs: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+        def plain(candidate: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+            inputs, labels = unpack(candidate, labels)
             parts = [
                 distance.between(simulate(task, weights, inputs, labels, local), matched(update))
                 for task, weights, update in zip(tasks, parameters, updates, strict=True)
             ]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).mean()
-            return loss if prior is None else loss + prior(inputs)
+            return with_priors(loss, candidate, inputs)
 
         if problem.knowledge is None or not problem.knowledge.changes_matching:
             return plain
         knowledge = problem.knowledge  # a name that the type checker knows is not None in the functions below
 
-        def adaptive(inputs: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+        def adaptive(candidate: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+            inputs, labels = unpack(candidate, labels)
             expected = []
             for task, weights, update in zip(tasks, parameters, updates, strict=True):
                 client_task = knowledge.task(task, update) if knowledge.task else task
                 expected.append(simulate(client_task, weights, inputs, labels, local))
             if knowledge.expect:
                 expected = knowledge.expect(expected, updates)
-            modality_prior = modality.prior(inputs, rounding=ROUNDING)
+            modality_prior = None if surprise else modality.prior(inputs, rounding=ROUNDING)
             penalty = inputs.new_zeros(()) if modality_prior is None else modality_prior
             parts = []
             for task, values, update in zip(tasks, expected, updates, strict=True):
                 variance = knowledge.variance(update) if callable(knowledge.variance) else knowledge.variance
-                noise_prior = 4 * variance / len(updates) * inputs.numel() * penalty
+                if surprise:
+                    noise_prior = variance / len(updates) * surprise(candidate)
+                else:
+                    noise_prior = 4 * variance / len(updates) * inputs.numel() * penalty
                 draws = knowledge.draw(task, values, inputs, labels) if knowledge.draw else [values]
                 parts += [mismatch(matched(draw), matched(update), variance, noise_prior, penalty) for draw in draws]
             loss = torch.stack(parts).mean()
-            return loss if prior is None else loss + prior(inputs)
+            return with_priors(loss, candidate, inputs)
 
         def mismatch(
             values: Gradients, update: Gradients, variance: Tensor | float, noise_prior: Tensor, penalty: Tensor
@@ -172,13 +191,15 @@ def _times(factors: Gradients, values: Gradients) -> Gradients:
     return {name: factors[name] * values[name] for name in factors}
 
 
-def victim_bytes(task: Task, problem: Problem) -> int:
+def victim_bytes(task: Task, problem: Problem, unpacking: int = 0) -> int:
     """Memory needed to evaluate one victim's cost and the cost's gradient.
 
     Args:
         task: the model, in the precision of the search.
         problem: says how many rounds, examples and local steps there are.
+        unpacking: how many values are kept while a candidate is unpacked, see `Space.kept_values`.
     """
     values = problem.examples * task.activations + task.size
     steps = len(problem.rounds) * steps_of(problem.threat.local, problem.examples)
-    return VALUES_PER_UNIT * values * steps * task.dtype.itemsize
+    # Unpacking is differentiated once, so besides what is kept there is at most as much again.
+    return (VALUES_PER_UNIT * values * steps + 2 * unpacking) * task.dtype.itemsize
