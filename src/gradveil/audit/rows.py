@@ -23,7 +23,11 @@ DEFENSES = (
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = ("idlg:iterations=150", "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01")
+ATTACKS = (
+    "idlg:iterations=150",
+    "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
+    "lti:draws=4,epochs=25",
+)
 NORMS = ("train", "inference")
 PUBLISHERS = ("honest", "lying", "victim")
 
