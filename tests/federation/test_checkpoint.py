@@ -16,10 +16,10 @@ import torch
 import gradveil
 from gradveil import models
 from gradveil.core.errors import DataError, OutputError, ParameterError
+from gradveil.core.storage import load, save_atomically
 from gradveil.data import Dataset, Split
 from gradveil.defenses.base import StepDefense
 from gradveil.federation import Training, train
-from gradveil.core.storage import load, save_atomically
 from gradveil.federation.checkpoint import FILE
 from gradveil.federation.training import choose_clients
 

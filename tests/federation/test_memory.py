@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import gradveil
 from gradveil.core.errors import DataError
-from gradveil.federation import ClientMemories
 from gradveil.core.storage import save_atomically
+from gradveil.federation import ClientMemories
 from gradveil.federation.memory import MemoryFile
 
 

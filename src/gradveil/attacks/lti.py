@@ -44,10 +44,10 @@ class LTI(Attack):
     square root of the share that is signal.
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
-    ``form=network`` is a perceptron (512-512, GELU), trained with Adam in mini-batches of 128. A tenth of the public inputs
-    of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear map is better there
-    than every epoch, that is what is used. For batches, examples are ordered by label, and an error
-    counts after the best assignment of predicted to true examples.
+    ``form=network`` is a perceptron with two hidden layers of GELUs, trained with AdamW in mini-batches of 128. A tenth
+    of the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the
+    linear map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and
+    an error counts after the best assignment of predicted to true examples.
 
     Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
     undefended but raises the noise of a defense (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and
@@ -56,14 +56,16 @@ class LTI(Attack):
     fewer draws, and at last fewer clients.
 
     Of a defense that announces, the attacker expects an honest announcement by another client. Clients are in their
-    first round; of several observed rounds only the first is attacked. Under secure aggregation, all examples behind the
-    sum are simulated as those of one client. Of a class without public inputs it knows only the mean of all. What was learned holds for one model at these weights, and one setting; anything else is refused.
+    first round, and of several observed rounds only the first is attacked. Under secure aggregation, all examples
+    behind the sum are simulated as those of one client. Of a class without public inputs it knows only the mean of all.
+    What was learned holds for one model at these weights, and one setting; anything else is refused.
 
     Args:
         form: ``"network"``, or ``"linear"``: only the closed form.
         directions: number of principal directions.
         draws: independent draws of the defense for each simulated client; the epochs take them in turn. The principal
             directions are those of their mean. One is enough, and used, if the defense draws nothing.
+        hidden: width of the network's hidden layers.
         epochs: passes of the network over the simulated clients.
         seconds: the network's training ends with the epoch in which this time is over; None: it has no limit. With a
             limit, results depend on the machine.
@@ -96,8 +98,9 @@ class LTI(Attack):
     simulates = True
 
     form: str = choice("network", ["network", "linear"])
-    directions: int = integer(300, low=1)
+    directions: int = integer(400, low=1)
     draws: int = integer(16, low=1)
+    hidden: int = integer(1024, low=1)
     epochs: int = integer(60, low=1)
     seconds: float | None = number(None, above=0)
     learned: Tensors | None = state()
@@ -181,7 +184,7 @@ class LTI(Attack):
                     steps.add(len(learning))
                     return perf_counter() - begun < limit
 
-                start = Network.untrained(gains, classes, linear.shape[1], generator)
+                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, generator)
                 trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
             error, taken = trained.error, trained.steps
             layers = {f"layer {n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}

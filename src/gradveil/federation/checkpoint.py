@@ -4,8 +4,9 @@ Randomness is derived from the seed, the round and the client, and `Defense.prep
 so neither has to be saved.
 
 A checkpoint is accepted only if it is undamaged (there is a digest of the file, and one for each client's memory file)
-and if it fits the training that is resumed: see `core.storage` and `_consistency`. That guards against damage and mix-ups,
-not against forgery: whoever can write to the folder can make up a checkpoint, so keep it where only you can write.
+and if it fits the training that is resumed: see `core.storage` and `_consistency`. That guards against damage and
+mix-ups, not against forgery: whoever can write to the folder can make up a checkpoint, so keep it where only you can
+write.
 """
 
 import dataclasses
@@ -22,11 +23,11 @@ from torch import Tensor
 import gradveil
 from gradveil.core.errors import DataError, OutputError
 from gradveil.core.folders import locked, prepare_folder
+from gradveil.core.storage import load, save_atomically
 from gradveil.data import Dataset
 from gradveil.defenses import Defense
 from gradveil.federation import _consistency as consistency
 from gradveil.federation._optimiser import ServerOptimiser
-from gradveil.core.storage import load, save_atomically
 from gradveil.federation.digests import data_digest, task_digest, weights_digest
 from gradveil.federation.faults import Fault
 from gradveil.federation.memory import ClientMemories

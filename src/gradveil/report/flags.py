@@ -15,7 +15,14 @@ from gradveil.audit.rows import MethodId, ResultRow
 from gradveil.audit.statistics import possible_share
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import IMAGE, Modality
-from gradveil.report._scores import as_closeness, difference_to_blind, difference_to_plain, difference_to_undefended, score, strongest
+from gradveil.report._scores import (
+    as_closeness,
+    difference_to_blind,
+    difference_to_plain,
+    difference_to_undefended,
+    score,
+    strongest,
+)
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.read import UNDEFENDED, Audit
 
@@ -314,8 +321,8 @@ def _learned_nothing(audit: Audit) -> Iterator[str]:
         difference = difference_to_blind(audit, UNDEFENDED, method)
         if difference and as_closeness(audit, difference).low <= 0:
             yield (
-                f"Without a defense `{audit.short_name(method)}` is not shown to do better than the blind guess, so its "
-                "rows say nothing about the defenses."
+                f"Without a defense `{audit.short_name(method)}` is not shown to do better than the blind guess, so "
+                "its rows say nothing about the defenses."
             )
 
 

@@ -309,8 +309,8 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     unit, examples = audit.modality.unit, audit.config["public_examples"]
     if audit.learned:
         yield (
-            f"{_short_names(audit, audit.learned)}: an attacker with {examples:,} public {unit}s of the same kind as the "
-            "victims'; one with more of them may recover more."
+            f"{_short_names(audit, audit.learned)}: an attacker with {examples:,} public {unit}s of the same kind as "
+            "the victims'; one with more of them may recover more."
         )
     if stopping:
         others = "attackers who only want to know whose data it was"
