@@ -17,6 +17,12 @@ settings.register_profile("gradveil", deadline=None, max_examples=50)
 settings.load_profile("gradveil")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Audits keep what attacks have learned in the cache folder; tests leave the user's alone."""
+    os.environ["GRADVEIL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+
+
 @pytest.fixture(autouse=True)
 def seeded_torch() -> None:
     """Weights that a test draws without a seed are the same in every run."""

@@ -53,6 +53,7 @@ def task(dataset):
 def case_of(dataset, task, spec="none", attack=ATTACK, **settings):
     victims = settings.pop("victims", None) or choose_victims(dataset.test, 3)
     public = dataset.train.batch(range(20))
+    settings = {"public": public, **settings}
     return Case(prepare(task, gradveil.defense(spec), attack, public=public), attack, victims, **settings)
 
 
@@ -248,25 +249,56 @@ def test_a_learned_attack_gets_the_public_examples(dataset, task, nearest):
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS")
-def test_an_audit_fits_once_per_defense(dataset, nearest, tmp_path, monkeypatch):
+def test_an_audit_learns_once_also_if_it_is_interrupted(dataset, nearest, tmp_path, monkeypatch):
+    """A plain attacker knows no defense, so what it learned serves against all of them; at the end it is removed."""
+    from gradveil.audit.run import _Work
     from gradveil.data.loader import SOURCES
 
     monkeypatch.setattr(SOURCES, "_factories", {"squares": lambda: dataset})
-    run(
-        AuditConfig(
-            dataset="squares",
-            model="mlp",
-            defenses=("none", "top-k"),
-            attacks=("nearest",),
-            victims=4,
-            chunk=2,
-            rounds=1,
-            clients=2,
-            client_batch=8,
-        ),
-        tmp_path / "out",
+    monkeypatch.setenv("GRADVEIL_CACHE", str(tmp_path / "cache"))
+    config = AuditConfig(
+        dataset="squares",
+        model="mlp",
+        defenses=("none", "top-k"),
+        attacks=("nearest",),
+        victims=4,
+        chunk=2,
+        rounds=1,
+        clients=2,
+        client_batch=8,
+        public=120,
     )
-    assert nearest == ["none", "top-k"]
+    attack = _Work._attack
+
+    def interrupted(self, spec, *arguments):
+        if spec != "none":
+            raise KeyboardInterrupt
+        attack(self, spec, *arguments)
+
+    with monkeypatch.context() as context:
+        context.setattr(_Work, "_attack", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(config, tmp_path / "out")
+    assert len(list((tmp_path / "cache" / "learned").rglob("*.safetensors"))) == 1
+    run(config, tmp_path / "out", resume=True)
+    assert nearest == ["none"]
+    assert not list((tmp_path / "cache" / "learned").rglob("*.safetensors"))
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (described["learned"], described["public_examples"]) == (["nearest"], 120)
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS")
+def test_victims_among_the_public_examples_are_counted(dataset, nearest, monkeypatch):
+    from gradveil.audit.run import Subject
+    from gradveil.data.loader import SOURCES
+
+    def overlap(data):
+        monkeypatch.setattr(SOURCES, "_factories", {"squares": lambda: data})
+        config = AuditConfig(dataset="squares", model="mlp", defenses=(), attacks=("nearest",), victims=4, clients=1)
+        return Subject.of(config).describe()["public_overlap"]
+
+    assert overlap(dataset) == 0
+    assert overlap(replace(dataset, test=dataset.train)) == 4
 
 
 # -- the user's own models -------------------------------------------------------------------------------------------
