@@ -91,7 +91,6 @@ class LTI(Attack):
     """
 
     paper = "Wu et al., UAI 2023"
-    caveat = "learned from public data of the victims' kind; with other public data it finds less."
 
     adapts = True
     needs_public = True

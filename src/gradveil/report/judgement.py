@@ -310,7 +310,7 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     if audit.learned:
         yield (
             f"{_short_names(audit, audit.learned)}: an attacker with {examples:,} public {unit}s of the same kind as "
-            "the victims'; one with more of them may recover more."
+            "the victims'; one with more of them may recover more, one with others less."
         )
     if stopping:
         others = "attackers who only want to know whose data it was"
