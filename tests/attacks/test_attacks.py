@@ -21,6 +21,7 @@ QUICK = {
     "robbing-the-fed": {"bins": 8},
     "loki": {"clients": 2, "bins": 4},
     "lti": {"directions": 8, "epochs": 2},
+    "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
 }
 
 

@@ -77,7 +77,7 @@ class Coordinates:
         """The updates ``[clients, *parameter shape]`` by name that have these rows; hashed ones cannot be told."""
         assert not self.hashed
         sizes = [value.numel() for value in self.task.parameters.values()]
-        parts = zip(self.task.parameters.items(), rows.split(sizes, 1), strict=True)
+        parts = zip(self.task.parameters.items(), torch.split(rows, sizes, 1), strict=True)
         return {name: part.reshape(len(rows), *value.shape).to(value) for (name, value), part in parts}
 
 
