@@ -209,16 +209,12 @@ def grouped(members: Tensor, kinds: Tensor, inputs: Tensor, batch_size: int, gen
 
 
 def check_simulation(owner: str, threat: ThreatModel) -> None:
-    """Refuse several rounds, and knowledge of a defense in any form but its simulation.
+    """Refuse knowledge of a defense in any form but its simulation.
 
     Args:
         owner: the attack's name, for error messages.
         threat: what the attacker may know.
     """
-    if threat.rounds > 1:
-        raise ThreatModelError(
-            f"{owner}: learns from single rounds, got rounds={threat.rounds}; use ThreatModel(rounds=1)"
-        )
     if isinstance(threat.adaptive, str):
         raise ThreatModelError(
             f"{owner}: has no adaptive form {threat.adaptive!r}: it simulates the defense; use "

@@ -112,6 +112,10 @@ class LTI(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse several rounds, and knowledge of a defense in any form but its simulation."""
         super().check_threat(task, threat)
+        if threat.rounds > 1:
+            raise ThreatModelError(
+                f"{self.name}: learns from single rounds, got rounds={threat.rounds}; use ThreatModel(rounds=1)"
+            )
         check_simulation(self.name, threat)
         outputs = threat.batch_size * math.prod(task.input_shape)
         if self.form == "network" and outputs > NETWORK_OUTPUTS:

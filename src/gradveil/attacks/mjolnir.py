@@ -134,8 +134,12 @@ class Mjolnir(Attack):
     fitted_for: str | None = state()
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Also refuse what cannot be simulated, and `tv` for inputs that have no prior."""
+        """Also refuse several rounds, what cannot be simulated, and `tv` for inputs that have no prior."""
         super().check_threat(task, threat)
+        if threat.rounds > 1:
+            raise ThreatModelError(
+                f"{self.name}: learns from single rounds, got rounds={threat.rounds}; use ThreatModel(rounds=1)"
+            )
         check_simulation(self.name, threat)
         if self.tv:
             check_prior(self.name, "tv", task)
@@ -252,7 +256,13 @@ class Mjolnir(Attack):
         centres = centres_of(rows, shares)
         for place in range(0, len(rows), 256):  # in parts, so that there is no other table
             rows[place : place + 256] -= shares[place : place + 256] @ centres
-        return _Basis(coordinates, principal_directions(rows, self.directions), centres)
+        directions = principal_directions(rows, self.directions)
+        if not directions.numel():
+            raise ThreatModelError(
+                f"{self.name}: needs public inputs of a class whose updates differ, got {len(rows)} updates to learn from "
+                "that are all those of their class; grant more public inputs in ThreatModel(public=...)"
+            )
+        return _Basis(coordinates, directions, centres)
 
     @torch.no_grad()
     def denoise(self, problem: Problem) -> RecoveredUpdate:
