@@ -259,8 +259,8 @@ class Mjolnir(Attack):
         directions = principal_directions(rows, self.directions)
         if not directions.numel():
             raise ThreatModelError(
-                f"{self.name}: needs public inputs of a class whose updates differ, got {len(rows)} updates to learn from "
-                "that are all those of their class; grant more public inputs in ThreatModel(public=...)"
+                f"{self.name}: needs public inputs of the same class with different updates, got {len(rows)} to learn "
+                "from without any; grant more public inputs in ThreatModel(public=...)"
             )
         return _Basis(coordinates, directions, centres)
 
