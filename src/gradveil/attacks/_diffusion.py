@@ -17,6 +17,9 @@ AT_ENTRY = 0.75
 SMALL = 0.1
 """The last layer begins with weights smaller by this factor, so that training begins near the linear estimate."""
 
+LEAST_SLOPE = 1e-2
+"""A slope that is measured to be less counts as this, because features are divided by it; their variance tells why."""
+
 _FREQUENCIES = (0.5, 1.0, 2.0, 4.0)
 EMBEDDED = 1 + 2 * len(_FREQUENCIES)
 """How many values tell the network the noise level."""
@@ -203,7 +206,7 @@ def calibration(denoised: Tensor, clean: Tensor) -> tuple[Tensor, Tensor]:
     (tensor([0.5000]), tensor([0.]))
     """
     power = clean.square().mean(0).clamp_min(torch.finfo(clean.dtype).tiny)
-    slopes = ((denoised * clean).mean(0) / power).clamp_min(0)
+    slopes = ((denoised * clean).mean(0) / power).clamp_min(LEAST_SLOPE)
     return slopes, (denoised - slopes * clean).square().mean(0)
 
 

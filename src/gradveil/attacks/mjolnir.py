@@ -5,6 +5,7 @@ from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gradveil.attacks._diffusion import (
     AT_ENTRY,
@@ -57,7 +58,7 @@ class Mjolnir(Attack):
     .. math::
         z' &= z + t \, p \odot n, \qquad z = W V^T (\nabla L(x, y) - \bar g_y) \\
         \hat z &= D_\theta(z', t, y) \approx E[z \,|\, z'] \\
-        \hat x &= \arg\min_x \; \frac1k \sum_i \frac{(b_i z_i(x) - \hat z_i)^2}{v_i}
+        \hat x &= \arg\min_x \; \frac1k \sum_i \frac{(R^T W^{-1} (z(x) - \hat z / b))_i^2}{v_i + v_0}
             + \frac{|(I - V V^T)(\nabla L(x, y) - \bar g_y)|^2}{k v_0} + tv \cdot TV(x)
 
     The attacker computes the gradients of public inputs. Their means :math:`\bar g_y` (for a batch, fitted to the share
@@ -74,10 +75,11 @@ class Mjolnir(Attack):
     The rung below, ``form=linear``, is the best linear estimate: the same regression,
     :math:`C_{zf} (C_{ff} + \lambda I)^{-1} f`, or for equal noise the shrinkage s / (s + t^2) of each direction.
 
-    The denoised coordinates are matched where they are, by L-BFGS: the slope b and the variance v of each come from
-    held-out public inputs, so that uncertain ones count little and their shrinkage is expected of candidates too.
-    Outside the basis a candidate's gradient should be that of the class mean (:math:`v_0` is the variance of the last
-    direction). That also works with hashed updates, which cannot be mapped back.
+    The denoised features are matched where they are, by L-BFGS. Held-out public inputs say how much of a coordinate
+    denoising keeps on average (b), and how large the errors are that remain (v, after the rotation R that makes them
+    uncorrelated), so that what is uncertain counts little. Outside the basis, a candidate's gradient should be that of
+    the class mean (:math:`v_0` is the variance of the last direction). That also works with hashed updates, which
+    cannot be mapped back.
 
     Updates of more than 65,536 values are hashed to 32,768 sums first (`_reduction.Coordinates`). Clients are in their
     first round. What was learned holds for one model at these weights and one setting; anything else is refused.
@@ -128,8 +130,8 @@ class Mjolnir(Attack):
     draws: int = integer(4, low=1)
     epochs: int = integer(40, low=1)
     steps: int = integer(1, low=1)
-    iterations: int = integer(100, low=1)
-    tv: float = number(1.0, low=0)
+    iterations: int = integer(150, low=1)
+    tv: float = number(0.3, low=0)
     learned: Tensors | None = state()
     fitted_for: str | None = state()
 
@@ -214,8 +216,10 @@ class Mjolnir(Attack):
             found = denoiser.reverse(known.observed, known.levels, known.shares, self.steps)
             slopes, spreads = calibration(found, known.clean)
             reliability = {"slopes": slopes, "spreads": spreads}
+            rotation = _uncorrelated(spreads / slopes.square(), channel.mix)
         else:
             reliability = {"held": held_clean @ channel.whiten, "held shares": held_shares}
+            rotation = functional.normalize(channel.mix).T
         variances = clean.square().mean(0)
         learned = {
             "directions": basis.directions,
@@ -225,6 +229,7 @@ class Mjolnir(Attack):
             "whiten": channel.whiten,
             "mix": channel.mix,
             "profile": channel.profile,
+            "rotation": rotation,
             "levels": torch.tensor(levels, dtype=torch.float64),
             **{f"layer {n}": layer for n, layer in enumerate(denoiser.layers)},
             **reliability,
@@ -286,24 +291,17 @@ class Mjolnir(Attack):
         with torch.no_grad():
             found = self._denoised(problem)
         learned, task, coordinates = self._learned(problem), problem.task, found.basis.coordinates
-        directions, mix, least = (learned[name].double() for name in ("directions", "mix", "least variance"))
-        whiten = directions @ learned["whiten"].double()
+        least = learned["least variance"].double()
+        readout = learned["directions"].double() @ learned["rotation"].double()
         # No direction is trusted more than it is trusted that there is nothing outside the basis.
-        floor = found.slopes.square() * (least / mix.square().sum(1)).to(found.slopes)
-        target = {
-            "denoised": found.coordinates,
-            "slopes": found.slopes,
-            "spreads": found.spreads.maximum(floor).clamp_min(torch.finfo(floor.dtype).tiny),
-            "centres": found.centres,
-        }
+        target = {"features": found.features, "variances": found.variances + least, "centres": found.centres}
 
         def between(simulated: Gradients, target: Gradients) -> Tensor:
             row = coordinates.rows({name: value[None] for name, value in simulated.items()}, torch.float64)[0]
             row = row - target["centres"]
-            own = row @ whiten
-            inside = (own * target["slopes"] - target["denoised"]).square() / target["spreads"]
-            outside = row.square().sum() - (own @ mix).square().sum()
-            return (inside.sum() + outside / least) / len(own)
+            features = row @ readout
+            inside = ((features - target["features"]).square() / target["variances"]).sum()
+            return (inside + (row.square().sum() - features.square().sum()) / least) / len(features)
 
         def prior(inputs: Tensor) -> Tensor:
             penalty = problem.modality.prior(inputs, rounding=ROUNDING)
@@ -344,8 +342,14 @@ class Mjolnir(Attack):
             width, count = basis.directions.shape
             levels = ((outside - learned["outside"]).clamp_min(0) / max(1, width - count)).sqrt()
             slopes, spreads = self._reliability(denoiser, levels)
-        found = denoiser.reverse(observed, levels, shares, self.steps)
-        return _Denoised(basis, found, levels, slopes, spreads, shares @ basis.centres)
+        found, mix, rotation = (
+            denoiser.reverse(observed, levels, shares, self.steps),
+            learned["mix"],
+            learned["rotation"],
+        )
+        features = found / slopes @ mix @ rotation
+        variances = spreads / slopes.square() @ (mix @ rotation).square()
+        return _Denoised(basis, found, levels, features, variances, shares @ basis.centres)
 
     def _reliability(self, denoiser: Denoiser, levels: Tensor) -> tuple[Tensor, Tensor]:
         """How the denoised coordinates of held-out clients depend on the true ones, at the level of each victim."""
@@ -383,16 +387,16 @@ class _Denoised:
         basis: where the coordinates are.
         coordinates: ``[victims, count]``.
         levels: ``[victims]``, the noise level at which the chain was entered.
-        slopes: ``[victims, count]``, how much of a true coordinate a denoised one keeps on average.
-        spreads: ``[victims, count]``, the variance of a denoised coordinate around that.
+        features: ``[victims, count]``, the rotated features without what denoising takes from the truth on average.
+        variances: ``[victims, count]``, those of their errors, which the rotation makes uncorrelated.
         centres: ``[victims, width]``, the class means.
     """
 
     basis: _Basis
     coordinates: Tensor
     levels: Tensor
-    slopes: Tensor
-    spreads: Tensor
+    features: Tensor
+    variances: Tensor
     centres: Tensor
 
 
@@ -441,6 +445,13 @@ def _regression(learning: tuple[Tensor, Tensor, Tensor], held: tuple[Tensor, Ten
     ]
     weights, _ = fit_linear(*examples)
     return weights / scale[:, None]
+
+
+def _uncorrelated(variances: Tensor, mix: Tensor) -> Tensor:
+    """The rotation ``[features, features]`` of features in which errors of the coordinates are uncorrelated."""
+    errors = mix.double().T @ (variances.double()[:, None] * mix.double())
+    rotation: Tensor = torch.linalg.eigh(errors)[1]
+    return rotation.to(mix)
 
 
 def _made_noisy(profile: Tensor, clean: Tensor, shares: Tensor, levels: Tensor, seed: int) -> Noisy:

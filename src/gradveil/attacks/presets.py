@@ -27,14 +27,14 @@ _SMALL_GREY = {
     "idlg": _steps(150, 300, 1000),
     "inverting-gradients": _steps(100, 150, 400, optimiser="lbfgs", tv=0.01),
     "grad-inversion": _steps(200, 500, 1500, lr=0.05),
-    "mjolnir": _steps(40, 100, 300),
+    "mjolnir": _steps(60, 150, 400),
 }
 _SMALL_COLOUR = {
     "dlg": _steps(500, 1000, 2000),
     "idlg": _steps(500, 1000, 2000),
     "inverting-gradients": _steps(150, 500, 1000, optimiser="lbfgs", tv=0.002),
     "grad-inversion": _steps(500, 1500, 4000),
-    "mjolnir": _steps(40, 100, 300),
+    "mjolnir": _steps(60, 150, 400),
 }
 # Deep networks: every step costs a hundred times more, and the smooth form stalls, so signed Adam takes large steps.
 _DEEP = {
@@ -42,7 +42,7 @@ _DEEP = {
     "idlg": _steps(50, 150, 300),
     "inverting-gradients": _steps(200, 500, 2000, lr=0.1, tv=0.001),
     "grad-inversion": _steps(200, 500, 2000, lr=0.1, tv=0.001, seeds=2),
-    "mjolnir": _steps(20, 50, 100),
+    "mjolnir": _steps(20, 50, 150),
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
 _WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti")
