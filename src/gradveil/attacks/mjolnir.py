@@ -97,8 +97,9 @@ class Mjolnir(Attack):
 
     References:
         Liu et al., Mjolnir: Breaking the Shield of Perturbation-Protected Gradients via Adaptive Diffusion, AAAI 2025.
-        They denoise whole gradients with a convolutional network and enter the chain by the size of the perturbation.
-        The basis, the centring by class, the regression, the linear rung and the weighted matching are additions.
+        They train on gradients of a surrogate of the client's model, and the number of reverse steps follows the size of
+        the perturbation. This attacker is granted the model itself and public data. The basis, the centring by class,
+        the regression, the linear rung and the weighted matching are additions.
 
     Example:
         >>> import gradveil
@@ -187,7 +188,7 @@ class Mjolnir(Attack):
             levels, at_entry = (1 / SPAN, 1.0), AT_ENTRY
             coordinates_of_held = (held_clean @ channel.whiten).repeat(draws, 1)
             observed = (held_received @ channel.observe).flatten(0, 1)
-            known = Noisy(coordinates_of_held, observed, torch.ones(len(observed)), held_shares.repeat(draws, 1))
+            known = Noisy(coordinates_of_held, observed, observed.new_ones(len(observed)), held_shares.repeat(draws, 1))
         else:
             channel = Channel.of_equal_noise(clean)
             deviations = 1 / channel.profile
@@ -226,7 +227,6 @@ class Mjolnir(Attack):
             "centres": basis.centres,
             "offsets": offsets,
             "observe": channel.observe,
-            "whiten": channel.whiten,
             "mix": channel.mix,
             "profile": channel.profile,
             "rotation": rotation,
