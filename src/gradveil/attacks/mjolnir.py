@@ -97,9 +97,9 @@ class Mjolnir(Attack):
 
     References:
         Liu et al., Mjolnir: Breaking the Shield of Perturbation-Protected Gradients via Adaptive Diffusion, AAAI 2025.
-        They train on gradients of a surrogate of the client's model, and the number of reverse steps follows the size of
-        the perturbation. This attacker is granted the model itself and public data. The basis, the centring by class,
-        the regression, the linear rung and the weighted matching are additions.
+        They train on gradients of a surrogate of the client's model, and the number of reverse steps follows the size
+        of the perturbation. This attacker is granted the model itself and public data. The basis, the centring by
+        class, the regression, the linear rung and the weighted matching are additions.
 
     Example:
         >>> import gradveil
