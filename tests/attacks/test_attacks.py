@@ -31,14 +31,15 @@ QUICK = {
     "ggl": {"iterations": 20, "restarts": 2, "generator": GENERATOR},
     "gias": {"iterations": 10, "weight_iterations": 10, "seeds": 2, "generator": GENERATOR},
     "ci-net": {"iterations": 4},
+    "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
 }
 
 
 def begun(attack, task, **granted):
     """The fitted attack, the task that the clients are sent (an active server changes it) and the threat model."""
     generator = torch.Generator().manual_seed(9)
-    images = torch.rand(20, *task.input_shape, generator=generator, dtype=task.dtype)
-    public = images, torch.arange(20) % task.classes
+    images = torch.rand(40, *task.input_shape, generator=generator, dtype=task.dtype)
+    public = images, torch.arange(40) % task.classes
     sent = attack.modify(task, public=public, generator=generator)
     threat = gradveil.ThreatModel(server=attack.server, public=public if attack.needs_public else None, **granted)
     return attack.fit(sent, threat, generator=torch.Generator().manual_seed(8)), sent, threat

@@ -288,7 +288,8 @@ def test_an_audit_learns_once_also_if_it_is_interrupted(dataset, nearest, tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS")
-def test_victims_among_the_public_examples_are_counted(dataset, nearest, monkeypatch):
+@pytest.mark.usefixtures("nearest")
+def test_victims_among_the_public_examples_are_counted(dataset, monkeypatch):
     from gradveil.audit.run import Subject
     from gradveil.data.loader import SOURCES
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.randomness import derived_generator
-from gradveil.task import Task
+from gradveil.task import Gradients, Task
 
 EXACT_SIZE = 1 << 16
 """Updates with more values than this are hashed first."""
@@ -62,16 +62,23 @@ class Coordinates:
         """The length of a row."""
         return SKETCH_SIZE if self.hashed else self.task.size
 
-    def rows(self, updates: Mapping[str, Tensor]) -> Tensor:
-        """Updates ``[clients, *parameter shape]`` by name as rows ``[clients, width]``, in single precision."""
-        flat = {name: updates[name].flatten(1) for name in self.task.parameters}
+    def rows(self, updates: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """Updates ``[clients, *parameter shape]`` by name as rows ``[clients, width]``; differentiable, vmap-able."""
+        flat = {name: updates[name].flatten(1).to(dtype) for name in self.task.parameters}
         if not self.hashed:
-            return torch.cat(list(flat.values()), 1).float()
+            return torch.cat(list(flat.values()), 1)
         clients = len(next(iter(flat.values())))
-        result = torch.zeros(clients, SKETCH_SIZE, device=self.task.device)
+        result = torch.zeros(clients, SKETCH_SIZE, dtype=dtype, device=self.task.device)
         for name, values in flat.items():
-            result.index_add_(1, self._buckets[name], values.float() * self._signs[name])
+            result = result.index_add(1, self._buckets[name], values * self._signs[name])
         return result
+
+    def updates(self, rows: Tensor) -> Gradients:
+        """The updates ``[clients, *parameter shape]`` by name that have these rows; hashed ones cannot be told."""
+        assert not self.hashed
+        sizes = [value.numel() for value in self.task.parameters.values()]
+        parts = zip(self.task.parameters.items(), torch.split(rows, sizes, 1), strict=True)
+        return {name: part.reshape(len(rows), *value.shape).to(value) for (name, value), part in parts}
 
 
 def centres_of(rows: Tensor, shares: Tensor) -> Tensor:

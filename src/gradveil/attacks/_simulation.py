@@ -2,12 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from time import perf_counter
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
+from gradveil.attacks.problem import Progress
 from gradveil.attacks.threat import ThreatModel
+from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import ThreatModelError
 from gradveil.defenses import Defense, Perturbation
 from gradveil.defenses import create as create_defense
@@ -18,6 +21,11 @@ from gradveil.update import Announced, LocalSteps
 
 HELD_OUT = 0.1
 """The share of the public inputs of each class on which choices are made, and which nothing is fitted to."""
+
+SUBSET = 1000
+"""Simulated clients from which principal directions are computed."""
+MEMORY_VALUES = 1 << 27
+"""How many values any one table of rows or features may hold: 512 MiB in single precision."""
 
 _CHUNK_BYTES = 1 << 28
 _PROBED = 4
@@ -189,3 +197,66 @@ def grouped(members: Tensor, kinds: Tensor, inputs: Tensor, batch_size: int, gen
     together = torch.cat(groups)
     rank = inputs.flatten(1).mean(1).argsort().argsort() / len(inputs)
     return together.gather(1, (kinds + rank.double())[together].argsort(1))
+
+
+def check_simulation(owner: str, threat: ThreatModel) -> None:
+    """Refuse knowledge of a defense in any form but its simulation.
+
+    Args:
+        owner: the attack's name, for error messages.
+        threat: what the attacker may know.
+    """
+    if isinstance(threat.adaptive, str):
+        raise ThreatModelError(
+            f"{owner}: has no adaptive form {threat.adaptive!r}: it simulates the defense; use "
+            "ThreatModel(adaptive=True)"
+        )
+    if threat.adaptive and threat.defense is None:
+        raise ThreatModelError(f"{owner}: has no adaptive form without a defense; use ThreatModel(adaptive=False)")
+
+
+def setting_of(task: Task, threat: ThreatModel) -> str:
+    """What anything learned from simulated clients depends on, in words."""
+    defense = threat.defense if threat.adaptive else "no known defense"
+    weights = b"".join(value.cpu().numpy().tobytes() for value in task.parameters.values())
+    local = threat.local or "no local steps"
+    return f"batches of {threat.batch_size}, {local}, {defense}, weights {bytes_digest(weights)}"
+
+
+def shares_of(kinds: Tensor, classes: int) -> Tensor:
+    """The share of each class among the examples of a client, ``[clients, classes]``.
+
+    >>> shares_of(torch.tensor([[0, 1], [1, 1]]), 2)
+    tensor([[0.5000, 0.5000],
+            [0.0000, 1.0000]])
+    """
+    return torch.nn.functional.one_hot(kinds, classes).float().mean(1)
+
+
+def draw_seeds(draws: int, clients: int, generator: torch.Generator) -> Tensor:
+    """A seed for every draw of every client."""
+    return torch.randint(1 << 32, (draws, clients), generator=generator, device=generator.device)
+
+
+class Steps:
+    """Counts steps and reports them, with the seconds that are left if all steps take equally long.
+
+    Args:
+        progress: called with (steps done, total steps, seconds left).
+        total: how many steps there will be.
+    """
+
+    def __init__(self, progress: Progress, total: int) -> None:
+        self.progress, self.total, self.done, self.begun = progress, total, 0, perf_counter()
+
+    def add(self, count: int) -> None:
+        """Report `count` more steps."""
+        self.done += count
+        if self.progress:
+            elapsed = perf_counter() - self.begun
+            self.progress(self.done, self.total, elapsed / self.done * (self.total - self.done))
+
+    def finish(self) -> None:
+        """Report the steps that were not needed as done."""
+        if self.progress and self.done < self.total:
+            self.progress(self.total, self.total, 0.0)

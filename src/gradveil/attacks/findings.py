@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradveil.task import Gradients
+
 
 @dataclass(frozen=True)
 class LossHistory:
@@ -42,6 +44,22 @@ class Findings:
     seconds: float = 0.0
     execution: str = "loop"
     interrupted: bool = False
+
+
+@dataclass(frozen=True)
+class RecoveredUpdate(Findings):
+    """Updates from which an attack removed what a defense had added; they may be attacked in turn.
+
+    Args:
+        updates: ``[victims, *parameter shape]`` by name.
+
+    Example:
+        >>> import torch
+        >>> RecoveredUpdate({"w": torch.zeros(2, 3)}).updates["w"].shape
+        torch.Size([2, 3])
+    """
+
+    updates: Gradients
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class InvertingGradients(Attack):
         layers = matched_layers(self.name, problem.updates, self.mute)
         return match(
             problem,
-            _near_the_middle(problem) if smooth else problem.start(),
+            near_the_middle(problem) if smooth else problem.start(),
             LBFGS() if smooth else Adam(self.lr, signed=True),
             Matching(layers, distance, prior if self.tv else None),
             iterations=self.iterations,
@@ -118,7 +118,7 @@ class InvertingGradients(Attack):
             check_prior(self.name, "tv", task)
 
 
-def _near_the_middle(problem: Problem) -> Tensor:
+def near_the_middle(problem: Problem) -> Tensor:
     """A start near the middle of the allowed range, if there is one: nearly grey images are smooth."""
     start, project = problem.start(), problem.modality.project
     middle = (project(torch.full_like(start, -torch.inf)) + project(torch.full_like(start, torch.inf))) / 2

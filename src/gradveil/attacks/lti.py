@@ -10,21 +10,28 @@ from torch import Tensor
 
 from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
-from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out, kinds_of
+from gradveil.attacks._simulation import (
+    MEMORY_VALUES,
+    SUBSET,
+    SimulatedClients,
+    Steps,
+    check_simulation,
+    draw_seeds,
+    grouped,
+    hold_out,
+    kinds_of,
+    setting_of,
+    shares_of,
+)
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem, Progress
 from gradveil.attacks.threat import ThreatModel
-from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import choice, integer, number, state
 from gradveil.core.tensors import Tensors
 from gradveil.task import Task
 
-SUBSET = 1000
-"""Simulated clients from which the principal directions are computed."""
-MEMORY_VALUES = 1 << 27
-"""How many values any one table of rows or features may hold: 512 MiB in single precision."""
 NETWORK_OUTPUTS = 1 << 15
 """The most values behind an update that the network predicts; its last layer then takes 512 MiB while it is trained."""
 
@@ -108,15 +115,7 @@ class LTI(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse knowledge of a defense in any form but its simulation, and more values than the network predicts."""
         super().check_threat(task, threat)
-        if isinstance(threat.adaptive, str):
-            raise ThreatModelError(
-                f"{self.name}: has no adaptive form {threat.adaptive!r}: it simulates the defense; use "
-                "ThreatModel(adaptive=True)"
-            )
-        if threat.adaptive and threat.defense is None:
-            raise ThreatModelError(
-                f"{self.name}: has no adaptive form without a defense; use ThreatModel(adaptive=False)"
-            )
+        check_simulation(self.name, threat)
         outputs = threat.batch_size * math.prod(task.input_shape)
         if self.form == "network" and outputs > NETWORK_OUTPUTS:
             raise ThreatModelError(
@@ -141,36 +140,36 @@ class LTI(Attack):
         )
         subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
-        steps = _Steps(
+        steps = Steps(
             progress, draws * len(subset) + kept * len(learning) + len(held) + network * self.epochs * len(learning)
         )
 
         flat = inputs.flatten(1).float()
         means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
         directions = self._directions(
-            clients, coordinates, subset, _shares(kinds[subset], classes), draws, generator, steps
+            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, generator, steps
         )
 
         def features_of(groups: Tensor, count: int) -> Tensor:
             table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
             done = 0
             for part in torch.split(groups, clients.chunk(threat.batch_size)):
-                for draw, updates in enumerate(clients.draws(part, _seeds(count, len(part), generator))):
+                for draw, updates in enumerate(clients.draws(part, draw_seeds(count, len(part), generator))):
                     table[draw, done : done + len(part)] = coordinates.rows(updates) @ directions
                     steps.add(len(part))
                 done += len(part)
             return table
 
         def examples(groups: Tensor, features: Tensor) -> Examples:
-            return Examples(features, _shares(kinds[groups], classes), means[kinds[groups]], groups, flat)
+            return Examples(features, shares_of(kinds[groups], classes), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of(learning, kept), _shares(kinds[learning], classes)
+        features, shares = features_of(learning, kept), shares_of(kinds[learning], classes)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
         features /= scale
         known = examples(learning, features)
-        unseen = examples(held, (features_of(held, 1) - _shares(kinds[held], classes) @ centres) / scale)
+        unseen = examples(held, (features_of(held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
         linear, error = fit_linear(known, unseen)
         gains = gains_of(features)
         layers: dict[str, Tensor] = {}
@@ -200,7 +199,7 @@ class LTI(Attack):
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
         }
-        return replace(self, learned=Tensors(learned), fitted_for=_setting(task, threat))
+        return replace(self, learned=Tensors(learned), fitted_for=setting_of(task, threat))
 
     def _directions(
         self,
@@ -210,7 +209,7 @@ class LTI(Attack):
         shares: Tensor,
         draws: int,
         generator: torch.Generator,
-        steps: "_Steps",
+        steps: Steps,
     ) -> Tensor:
         """The principal directions of what clients send on average over the draws.
 
@@ -223,13 +222,13 @@ class LTI(Attack):
         done = 0
         for part in torch.split(groups, clients.chunk(groups.shape[1])):
             here = slice(done, done + len(part))
-            for updates in clients.draws(part, _seeds(draws, len(part), generator)):
+            for updates in clients.draws(part, draw_seeds(draws, len(part), generator)):
                 drawn = coordinates.rows(updates)
                 rows[here] += drawn / draws
                 squares += drawn.square().sum(0, dtype=torch.float64)
                 steps.add(len(part))
             if undefended is not None:
-                undefended[here] = coordinates.rows(clients.undefended(part, _seeds(1, len(part), generator)))
+                undefended[here] = coordinates.rows(clients.undefended(part, draw_seeds(1, len(part), generator)))
             done += len(part)
         if undefended is not None:
             noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
@@ -244,7 +243,7 @@ class LTI(Attack):
         """Reduce the updates to features and apply the learned map."""
         learned, task = self.learned, problem.task
         assert learned is not None
-        if self.fitted_for != (setting := _setting(task, problem.threat)):
+        if self.fitted_for != (setting := setting_of(task, problem.threat)):
             raise ThreatModelError(
                 f"{self.name}: was fitted for {self.fitted_for}, got {setting}; use attack = attack.fit(task, threat)"
             )
@@ -252,7 +251,7 @@ class LTI(Attack):
         order = kinds.argsort(dim=1, stable=True)
         kinds = kinds.gather(1, order)
         labels = torch.stack([row[places] for row, places in zip(problem.labels, order, strict=True)])
-        shares = _shares(kinds, classes)
+        shares = shares_of(kinds, classes)
         rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
         layers = [value for name, value in learned.items() if name.startswith("layer")]
@@ -261,38 +260,3 @@ class LTI(Attack):
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
         steps = torch.full((problem.victims,), int(learned["steps"]))
         return Reconstruction(inputs, labels, learned["error"].expand(problem.victims).clone(), steps)
-
-
-class _Steps:
-    """Counts steps and reports them, with the seconds that are left if all steps take equally long."""
-
-    def __init__(self, progress: Progress, total: int) -> None:
-        self.progress, self.total, self.done, self.begun = progress, total, 0, perf_counter()
-
-    def add(self, count: int) -> None:
-        self.done += count
-        if self.progress:
-            elapsed = perf_counter() - self.begun
-            self.progress(self.done, self.total, elapsed / self.done * (self.total - self.done))
-
-    def finish(self) -> None:
-        """Report the steps that were not needed as done."""
-        if self.progress and self.done < self.total:
-            self.progress(self.total, self.total, 0.0)
-
-
-def _shares(kinds: Tensor, classes: int) -> Tensor:
-    """The share of each class among the examples of a client, ``[clients, classes]``."""
-    return torch.nn.functional.one_hot(kinds, classes).float().mean(1)
-
-
-def _seeds(draws: int, clients: int, generator: torch.Generator) -> Tensor:
-    return torch.randint(1 << 32, (draws, clients), generator=generator, device=generator.device)
-
-
-def _setting(task: Task, threat: ThreatModel) -> str:
-    """What the learned map depends on, in words."""
-    defense = threat.defense if threat.adaptive else "no known defense"
-    weights = b"".join(value.cpu().numpy().tobytes() for value in task.parameters.values())
-    local = threat.local or "no local steps"
-    return f"batches of {threat.batch_size}, {local}, {defense}, weights {bytes_digest(weights)}"

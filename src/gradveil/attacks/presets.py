@@ -31,6 +31,7 @@ _SMALL_GREY = {
     "ggl": _steps(150, 300, 1000),
     "gias": _steps(150, 300, 1000),
     "ci-net": _steps(200, 500, 2000, lr=3e-3),
+    "mjolnir": _steps(60, 150, 400),
 }
 _SMALL_COLOUR = {
     "dlg": _steps(500, 1000, 2000),
@@ -40,6 +41,7 @@ _SMALL_COLOUR = {
     "ggl": _steps(300, 600, 2000),
     "gias": _steps(300, 600, 2000),
     "ci-net": _steps(300, 1000, 4000, lr=3e-3),
+    "mjolnir": _steps(60, 150, 400),
 }
 # Deep networks: every step costs a hundred times more, and the smooth form stalls, so signed Adam takes large steps.
 _DEEP = {
@@ -50,6 +52,7 @@ _DEEP = {
     "ggl": _steps(100, 300, 1000),
     "gias": _steps(100, 300, 1000),
     "ci-net": _steps(200, 500, 2000, lr=3e-3),
+    "mjolnir": _steps(20, 50, 150),
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
 _WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti")
