@@ -87,6 +87,7 @@ PAGES = {
     "pruning_and_dropout": ("docs/pruning-and-dropout.md", [0, 1, 2]),
     "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
+    "learned_attackers": ("experiments/learned_attackers/README.md", None),
 }
 
 

@@ -120,7 +120,6 @@ class Mjolnir(Attack):
     """
 
     paper = "Liu et al., AAAI 2025"
-    caveat = "learned from public data of the victims' kind; with other public data it finds less."
 
     adapts = True
     needs_public = True
