@@ -26,7 +26,7 @@ DEFENSES = (
 ATTACKS = (
     "idlg:iterations=150",
     "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
-    "lti:directions=300,draws=4,hidden=512,epochs=20",
+    "lti:directions=300,draws=8,hidden=512,epochs=40",
 )
 NORMS = ("train", "inference")
 PUBLISHERS = ("honest", "lying", "victim")
