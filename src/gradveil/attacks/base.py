@@ -69,7 +69,7 @@ class Attack(Method, ABC):
             threat = replace(threat, public=granted_public(self.name, task, threat))
         generator = generator or fresh_generator(task.device)
         learn = partial(self.learn, task, threat, generator, progress)
-        if cache is None or not state_fields(self):
+        if cache is None or threat.public is None or not state_fields(self):
             return learn()
         return learned_once(self, task, threat, generator, cache, learn)
 
