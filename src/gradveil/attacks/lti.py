@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
+from gradveil.attacks._inverse import Examples, Network, apply_linear, fit_linear, gains_of, train_network
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
@@ -32,6 +32,8 @@ from gradveil.core.parameters import choice, integer, number, state
 from gradveil.core.tensors import Tensors
 from gradveil.task import Task
 
+LAYER = "layer "
+"""How the names of the network's weights begin among what was learned."""
 NETWORK_OUTPUTS = 1 << 15
 """The most values behind an update that the network predicts; its last layer then takes 512 MiB while it is trained."""
 
@@ -51,10 +53,11 @@ class LTI(Attack):
     square root of the share that is signal.
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
-    ``form=network`` is a perceptron with two hidden layers of GELUs, trained with AdamW in mini-batches of 128. A tenth
-    of the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the
-    linear map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and
-    an error counts after the best assignment of predicted to true examples.
+    ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
+    the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). A tenth of
+    the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear map
+    is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
+    counts after the best assignment of predicted to true examples.
 
     Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
     undefended but raises the noise of a defense (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and
@@ -171,7 +174,7 @@ class LTI(Attack):
         known = examples(learning, features)
         unseen = examples(held, (features_of(held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
         linear, error = fit_linear(known, unseen)
-        gains = gains_of(features)
+        linear_error, gains = error, gains_of(features)
         layers: dict[str, Tensor] = {}
         taken = 0
         if network:
@@ -182,10 +185,10 @@ class LTI(Attack):
                     steps.add(len(learning))
                     return perf_counter() - begun < limit
 
-                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, generator)
+                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator)
                 trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
             error, taken = trained.error, trained.steps
-            layers = {f"layer {n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
+            layers = {f"{LAYER}{n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
         steps.finish()
         learned = {
             "directions": directions,
@@ -196,10 +199,19 @@ class LTI(Attack):
             "linear": linear,
             **layers,
             "hash seed": torch.tensor(coordinates.seed),
+            "linear error": torch.tensor(linear_error, dtype=torch.float64),
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
         }
         return replace(self, learned=Tensors(learned), fitted_for=setting_of(task, threat))
+
+    def first_rung(self) -> Self:
+        """The fitted attack with only its linear map, which was fitted on the way to the network."""
+        if self.learned is None:
+            raise ThreatModelError(f"{self.name}: must be fitted first; use attack = attack.fit(task, threat)")
+        kept = {name: value for name, value in self.learned.items() if not name.startswith(LAYER)}
+        known = {**kept, "error": self.learned["linear error"], "steps": torch.tensor(0)}
+        return replace(self, learned=Tensors(known))
 
     def _directions(
         self,
@@ -254,9 +266,12 @@ class LTI(Attack):
         shares = shares_of(kinds, classes)
         rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
-        layers = [value for name, value in learned.items() if name.startswith("layer")]
-        predicted = Network(learned["gains"], layers)(features, shares) if layers else features @ learned["linear"]
-        found = learned["means"][kinds] + predicted.view(*kinds.shape, -1)
+        layers = [value for name, value in learned.items() if name.startswith(LAYER)]
+        guesses = learned["means"][kinds]
+        if layers:
+            found = Network(learned["gains"], layers, task.modality.bounds)(features, shares, guesses)
+        else:
+            found = apply_linear(learned["linear"], features, shares, guesses)
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
         steps = torch.full((problem.victims,), int(learned["steps"]))
         return Reconstruction(inputs, labels, learned["error"].expand(problem.victims).clone(), steps)
