@@ -55,8 +55,8 @@ class LTI(Attack):
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
     the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). A tenth of
-    the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear map
-    is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
+    the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear
+    map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
     counts after the best assignment of predicted to true examples.
 
     Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
