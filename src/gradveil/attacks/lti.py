@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Self
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks._inverse import Examples, Network, apply_linear, fit_linear, gains_of, train_network
+from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
@@ -25,7 +27,7 @@ from gradveil.attacks._simulation import (
 )
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem, Progress
+from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import choice, integer, number, state
@@ -127,52 +129,58 @@ class LTI(Attack):
             )
 
     @torch.no_grad()
-    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Simulate clients, reduce their updates to features, and fit the maps from features to inputs."""
         assert threat.public is not None
+        generator = learning.generator
         inputs, labels = threat.public
         kinds, classes = kinds_of(task, labels, 1)
         clients = SimulatedClients.of(task, threat)
         parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        learning = learning[: MEMORY_VALUES // self.directions]
-        draws = self.draws if clients.are_random(learning) else 1
-        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
+        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        taught = taught[: MEMORY_VALUES // self.directions]
+        draws = self.draws if clients.are_random(taught) else 1
+        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         coordinates = Coordinates(
             task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
         )
-        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
         steps = Steps(
-            progress, draws * len(subset) + kept * len(learning) + len(held) + network * self.epochs * len(learning)
+            learning.progress,
+            draws * len(subset) + kept * len(taught) + len(held) + network * self.epochs * len(taught),
         )
 
         flat = inputs.flatten(1).float()
         means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
         directions = self._directions(
-            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, generator, steps
+            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, learning, steps
         )
 
-        def features_of(groups: Tensor, count: int) -> Tensor:
+        def features_of(whose: str, groups: Tensor, count: int) -> Tensor:
+            def simulate(part: Tensor) -> dict[str, Tensor]:
+                drawn = clients.draws(part, draw_seeds(count, len(part), generator))
+                return {"features": torch.stack([coordinates.rows(updates) @ directions for updates in drawn])}
+
             table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
             done = 0
             for part in torch.split(groups, clients.chunk(threat.batch_size)):
-                for draw, updates in enumerate(clients.draws(part, draw_seeds(count, len(part), generator))):
-                    table[draw, done : done + len(part)] = coordinates.rows(updates) @ directions
-                    steps.add(len(part))
+                found = learning.once(f"{whose}-{done}", partial(simulate, part))
+                table[:, done : done + len(part)] = found["features"]
+                steps.add(count * len(part))
                 done += len(part)
             return table
 
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, shares_of(kinds[groups], classes), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of(learning, kept), shares_of(kinds[learning], classes)
+        features, shares = features_of("taught", taught, kept), shares_of(kinds[taught], classes)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
         features /= scale
-        known = examples(learning, features)
-        unseen = examples(held, (features_of(held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
+        known = examples(taught, features)
+        unseen = examples(held, (features_of("held", held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
         linear, error = fit_linear(known, unseen)
         linear_error, gains = error, gains_of(features)
         layers: dict[str, Tensor] = {}
@@ -182,7 +190,7 @@ class LTI(Attack):
                 limit, begun = self.seconds or float("inf"), perf_counter()
 
                 def go_on(_epochs: int) -> bool:
-                    steps.add(len(learning))
+                    steps.add(len(taught))
                     return perf_counter() - begun < limit
 
                 start = Network.untrained(gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator)
@@ -220,7 +228,7 @@ class LTI(Attack):
         groups: Tensor,
         shares: Tensor,
         draws: int,
-        generator: torch.Generator,
+        learning: Learning,
         steps: Steps,
     ) -> Tensor:
         """The principal directions of what clients send on average over the draws.
@@ -231,16 +239,27 @@ class LTI(Attack):
         rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
         undefended = torch.zeros_like(rows) if draws > 1 else None
         squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
+
+        def simulate(part: Tensor) -> dict[str, Tensor]:
+            mean, power = rows.new_zeros(len(part), coordinates.width), torch.zeros_like(squares)
+            for updates in clients.draws(part, draw_seeds(draws, len(part), learning.generator)):
+                drawn = coordinates.rows(updates)
+                mean += drawn / draws
+                power += drawn.square().sum(0, dtype=torch.float64)
+            if undefended is None:
+                return {"mean": mean, "power": power}
+            honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
+            return {"mean": mean, "power": power, "undefended": coordinates.rows(honest)}
+
         done = 0
         for part in torch.split(groups, clients.chunk(groups.shape[1])):
             here = slice(done, done + len(part))
-            for updates in clients.draws(part, draw_seeds(draws, len(part), generator)):
-                drawn = coordinates.rows(updates)
-                rows[here] += drawn / draws
-                squares += drawn.square().sum(0, dtype=torch.float64)
-                steps.add(len(part))
+            found = learning.once(f"directions-{done}", partial(simulate, part))
+            rows[here] = found["mean"]
+            squares += found["power"]
             if undefended is not None:
-                undefended[here] = coordinates.rows(clients.undefended(part, draw_seeds(1, len(part), generator)))
+                undefended[here] = found["undefended"]
+            steps.add(draws * len(part))
             done += len(part)
         if undefended is not None:
             noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)

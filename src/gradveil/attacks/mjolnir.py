@@ -1,6 +1,7 @@
 """Mjolnir: remove the noise from an update with a diffusion model of public gradients, then match what is left."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -18,6 +19,7 @@ from gradveil.attacks._diffusion import (
     train_denoiser,
 )
 from gradveil.attacks._inverse import Examples, fit_linear
+from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import EXACT_SIZE, Coordinates, centres_of, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
@@ -36,7 +38,7 @@ from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction, RecoveredUpdate
 from gradveil.attacks.inverting_gradients import SMOOTHING, near_the_middle
 from gradveil.attacks.matching import LBFGS, ROUNDING, SQUARED, Distance, Matching, check_prior, match
-from gradveil.attacks.problem import Problem, Progress
+from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import choice, integer, number, state
@@ -147,30 +149,32 @@ class Mjolnir(Attack):
             check_prior(self.name, "tv", task)
 
     @torch.no_grad()
-    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Simulate clients, reduce their updates to features, learn what the defense does to them and to undo it."""
         assert threat.public is not None
+        generator = learning.generator
         inputs, labels = threat.public
         kinds, classes = kinds_of(task, labels, 1)
         clients = SimulatedClients.of(task, threat)
         parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        learning = learning[: MEMORY_VALUES // self.directions]
+        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        taught = taught[: MEMORY_VALUES // self.directions]
         draws = 0
         if threat.adaptive:
-            draws = self.draws if clients.are_random(learning) else 1
-            draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
+            draws = self.draws if clients.are_random(taught) else 1
+            draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         seed = int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
         coordinates = Coordinates(task, seed)
-        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "diffusion"
-        simulated = len(subset) + (1 + draws) * (len(learning) + len(held))
-        steps = Steps(progress, simulated + network * self.epochs * len(learning))
+        simulated = len(subset) + (1 + draws) * (len(taught) + len(held))
+        steps = Steps(learning.progress, simulated + network * self.epochs * len(taught))
 
         basis = self._basis(clients, coordinates, subset, shares_of(kinds[subset], classes), generator, steps)
-        shares, held_shares = (shares_of(kinds[groups], classes) for groups in (learning, held))
-        clean, received, _ = _features(clients, basis, learning, shares, draws, generator, steps)
-        held_clean, held_received, held_outside = _features(clients, basis, held, held_shares, draws, generator, steps)
+        shares, held_shares = (shares_of(kinds[groups], classes) for groups in (taught, held))
+        features_of = partial(_features, clients, basis, draws, learning, steps)
+        clean, received, _ = features_of("taught", taught, shares)
+        held_clean, held_received, held_outside = features_of("held", held, held_shares)
 
         shift = centres_of(clean, shares)  # the basis was centred by fewer clients
         basis = replace(basis, centres=basis.centres + shift @ basis.directions.T)
@@ -208,7 +212,7 @@ class Mjolnir(Attack):
                 generator,
                 at_entry=at_entry,
                 epochs=self.epochs,
-                after_epoch=lambda: steps.add(len(learning)),
+                after_epoch=lambda: steps.add(len(taught)),
             )
             denoiser, error, taken = trained.denoiser, trained.error, trained.steps
         steps.finish()
@@ -402,24 +406,34 @@ class _Denoised:
 def _features(
     clients: SimulatedClients,
     basis: _Basis,
+    draws: int,
+    learning: Learning,
+    steps: Steps,
+    whose: str,
     groups: Tensor,
     shares: Tensor,
-    draws: int,
-    generator: torch.Generator,
-    steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Undefended features, those of several draws of the defense, and the energy that the undefended ones leave out."""
     clean = torch.empty(len(groups), basis.directions.shape[1], device=groups.device)
     received, outside = clean.new_empty(draws, *clean.shape), clean.new_empty(len(groups))
+
+    def simulate(part: Tensor, of: Tensor) -> dict[str, Tensor]:
+        honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
+        features, left_out = basis.features(honest, of)
+        drawn = clients.draws(part, draw_seeds(draws, len(part), learning.generator))
+        defended = [basis.features(updates, of)[0] for updates in drawn]
+        return {
+            "clean": features,
+            "outside": left_out,
+            "received": torch.stack(defended) if defended else features.new_empty(0, *features.shape),
+        }
+
     done = 0
     for part in torch.split(groups, clients.chunk(groups.shape[1])):
         here = slice(done, done + len(part))
-        undefended = clients.undefended(part, draw_seeds(1, len(part), generator))
-        clean[here], outside[here] = basis.features(undefended, shares[here])
-        steps.add(len(part))
-        for draw, updates in enumerate(clients.draws(part, draw_seeds(draws, len(part), generator))):
-            received[draw, here], _ = basis.features(updates, shares[here])
-            steps.add(len(part))
+        found = learning.once(f"{whose}-{done}", partial(simulate, part, shares[here]))
+        clean[here], outside[here], received[:, here] = found["clean"], found["outside"], found["received"]
+        steps.add((1 + draws) * len(part))
         done += len(part)
     return clean, received, outside
 
