@@ -188,26 +188,39 @@ def test_the_noise_of_a_few_draws_is_removed_and_what_a_defense_changes_is_kept(
     assert (alone - truth[:, :20]).square().mean() < 0.1
 
 
-def test_the_sketch_keeps_inner_products(small, monkeypatch):
+def test_the_values_that_differ_most_within_a_class_are_kept(small, monkeypatch):
     task, public, _ = small
-    exact = Coordinates(task, 0).rows(task.per_example_gradients(*public))
-    monkeypatch.setattr(_reduction, "EXACT_SIZE", 10)
-    monkeypatch.setattr(_reduction, "SKETCH_SIZE", 128)
     gradients = task.per_example_gradients(*public)
-    products = torch.stack([Coordinates(task, seed).rows(gradients) for seed in range(200)])
-    products = products @ products.mT
-    wanted = exact @ exact.T
-    assert Coordinates(task, 0).width == 128
-    assert (products.mean(0) - wanted).norm() < 0.05 * wanted.norm()
+    everything = Coordinates(task, None).rows(gradients)
+    variances = torch.stack([everything[public[1] == label].var(0) for label in range(2)]).mean(0)
+    monkeypatch.setattr(_reduction, "EXACT_SIZE", 40)
+    monkeypatch.setattr(_reduction, "_PAIRS", 200)
+    clients = SimulatedClients(task, gradveil.defense("gaussian-noise:std=5"), public)
+    chosen = Coordinates.most_telling(clients, torch.arange(400)[:, None], public[1], seeded(0))
+    assert chosen.width == 40
+    torch.testing.assert_close(chosen.rows(gradients), everything[:, chosen.places])
+    assert variances[chosen.places].sum() > 0.97 * variances.topk(40).values.sum()
+    again = Coordinates.of_learned(task, chosen.learned)
+    assert torch.equal(again.rows(gradients), chosen.rows(gradients))
 
 
-def test_hashed_updates_give_nearly_as_much(small, monkeypatch):
-    _, exact = attacked(small, "none")
-    monkeypatch.setattr(_reduction, "EXACT_SIZE", 10)
-    monkeypatch.setattr(_reduction, "SKETCH_SIZE", 128)
-    fitted, hashed = attacked(small, "none")
-    assert fitted.learned["directions"].shape[0] == 128
-    assert hashed > exact - 1.5
+def test_small_updates_are_used_as_they_are(small):
+    task, public, _ = small
+    clients = SimulatedClients(task, gradveil.defense("none"), public)
+    chosen = Coordinates.most_telling(clients, torch.arange(400)[:, None], public[1], seeded(0))
+    assert chosen.places is None
+    assert chosen.learned == {}
+    gradients = task.per_example_gradients(*public)
+    assert all(torch.equal(value, gradients[name]) for name, value in chosen.updates(chosen.rows(gradients)).items())
+
+
+def test_under_noise_half_of_the_values_give_nearly_as_much(small, monkeypatch):
+    _, exact = attacked(small, "gaussian-noise:std=0.05")
+    monkeypatch.setattr(_reduction, "EXACT_SIZE", 80)
+    fitted, some = attacked(small, "gaussian-noise:std=0.05")
+    assert fitted.learned["directions"].shape[0] == 80
+    assert exact + 1.5 > some > exact - 1.5
+    assert some > blind(small) + 1
 
 
 # -- the linear rung ---------------------------------------------------------------------------------------------

@@ -61,11 +61,11 @@ class LTI(Attack):
     map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
     counts after the best assignment of predicted to true examples.
 
-    Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
-    undefended but raises the noise of a defense (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and
-    two of them are never needed at once; together with a quarter of a GiB for the clients that are simulated at a time,
-    learning stays below 1 GiB beyond the public inputs. If `draws` times the clients do not fit into a table, there are
-    fewer draws, and at last fewer clients.
+    Of updates with more than 65,536 values, only so many are used: those that differ most between undefended clients of
+    one class (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and two of them are never needed at
+    once; together with a quarter of a GiB for the clients that are simulated at a time, learning stays below 1 GiB
+    beyond the public inputs. If `draws` times the clients do not fit into a table, there are fewer draws, and at last
+    fewer clients.
 
     Of a defense that announces, the attacker expects an honest announcement by another client. Clients are in their
     first round, and of several observed rounds only the first is attacked. Under secure aggregation, all examples
@@ -141,9 +141,7 @@ class LTI(Attack):
         taught = taught[: MEMORY_VALUES // self.directions]
         draws = self.draws if clients.are_random(taught) else 1
         kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
-        coordinates = Coordinates(
-            task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
-        )
+        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
         subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
         steps = Steps(
@@ -206,7 +204,7 @@ class LTI(Attack):
             "means": means,
             "linear": linear,
             **layers,
-            "hash seed": torch.tensor(coordinates.seed),
+            **coordinates.learned,
             "linear error": torch.tensor(linear_error, dtype=torch.float64),
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
@@ -283,7 +281,7 @@ class LTI(Attack):
         kinds = kinds.gather(1, order)
         labels = torch.stack([row[places] for row, places in zip(problem.labels, order, strict=True)])
         shares = shares_of(kinds, classes)
-        rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
+        rows = Coordinates.of_learned(task, learned).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
         layers = [value for name, value in learned.items() if name.startswith(LAYER)]
         guesses = learned["means"][kinds]

@@ -20,7 +20,7 @@ from gradveil.attacks._diffusion import (
 )
 from gradveil.attacks._inverse import Examples, fit_linear
 from gradveil.attacks._learned import Learning
-from gradveil.attacks._reduction import EXACT_SIZE, Coordinates, centres_of, principal_directions
+from gradveil.attacks._reduction import Coordinates, centres_of, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
     SUBSET,
@@ -80,10 +80,10 @@ class Mjolnir(Attack):
     The denoised features are matched where they are, by L-BFGS. Held-out public inputs say how much of a coordinate
     denoising keeps on average (b), and how large the errors are that remain (v, after the rotation R that makes them
     uncorrelated), so that what is uncertain counts little. Outside the basis, a candidate's gradient should be that of
-    the class mean (:math:`v_0` is the variance of the last direction). That also works with hashed updates, which
-    cannot be mapped back.
+    the class mean (:math:`v_0` is the variance of the last direction). That also works with updates of
+    which only some values are used.
 
-    Updates of more than 65,536 values are hashed to 32,768 sums first (`_reduction.Coordinates`). Clients are in their
+    Of updates with more than 65,536 values only so many are used (`_reduction.Coordinates`). Clients are in their
     first round. What was learned holds for one model at these weights and one setting; anything else is refused.
 
     Args:
@@ -164,7 +164,7 @@ class Mjolnir(Attack):
             draws = self.draws if clients.are_random(taught) else 1
             draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         seed = int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
-        coordinates = Coordinates(task, seed)
+        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
         subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "diffusion"
         simulated = len(subset) + (1 + draws) * (len(taught) + len(held))
@@ -238,7 +238,8 @@ class Mjolnir(Attack):
             **reliability,
             "outside": held_outside.mean(),
             "least variance": variances.min().maximum(LEAST_TRUSTED * variances.max()),
-            "hash seed": torch.tensor(seed),
+            **coordinates.learned,
+            "seed": torch.tensor(seed),
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
         }
@@ -281,10 +282,10 @@ class Mjolnir(Attack):
         """
         found = self._denoised(problem)
         basis, learned = found.basis, self._learned(problem)
-        if basis.coordinates.hashed:
+        if basis.coordinates.places is not None:
             raise ThreatModelError(
-                f"{self.name}: updates of more than {EXACT_SIZE:,} values are hashed and cannot be mapped back, got "
-                f"{problem.task.size:,}; use reconstruct, which matches them as they are"
+                f"{self.name}: only {basis.coordinates.width:,} values of an update are denoised, got updates with "
+                f"{problem.task.size:,}; use reconstruct, which needs no others"
             )
         rows = found.centres + found.coordinates @ learned["mix"] @ basis.directions.T
         return RecoveredUpdate(basis.coordinates.updates(rows))
@@ -332,7 +333,7 @@ class Mjolnir(Attack):
         learned, task = self._learned(problem), problem.task
         kinds, classes = kinds_of(task, problem.labels, 2)
         shares = shares_of(kinds, classes)
-        basis = _Basis(Coordinates(task, int(learned["hash seed"])), learned["directions"], learned["centres"])
+        basis = _Basis(Coordinates.of_learned(task, learned), learned["directions"], learned["centres"])
         features, outside = basis.features(problem.updates, shares)
         observed = (features - shares @ learned["offsets"]) @ learned["observe"]
         low, high = learned["levels"].tolist()
@@ -357,7 +358,7 @@ class Mjolnir(Attack):
     def _reliability(self, denoiser: Denoiser, levels: Tensor) -> tuple[Tensor, Tensor]:
         """How the denoised coordinates of held-out clients depend on the true ones, at the level of each victim."""
         assert self.learned is not None
-        clean, shares, seed = self.learned["held"], self.learned["held shares"], int(self.learned["hash seed"])
+        clean, shares, seed = self.learned["held"], self.learned["held shares"], int(self.learned["seed"])
         pairs = []
         for level in levels:
             noisy = _made_noisy(denoiser.profile, clean, shares, level.expand(HELD_DRAWS * len(clean)), seed)
