@@ -240,6 +240,30 @@ def success_from_curve(kappa: float, epsilons: ArrayLike, deltas: ArrayLike) -> 
     return float(min(1.0, steep.min(), flat.min()))
 
 
+def curve_epsilon(mechanism: SampledGaussian, *, delta: float) -> float:
+    """The epsilon at a delta on the curve behind `certificate_of`, for batches of a fixed size and a replaced example.
+
+    It is an upper bound, exact for one round or without sampling up to a step of the grid on which it is sought, and
+    lower than `accounting.privacy_spent`, which goes by Rényi divergences.
+
+    >>> one_round = SampledGaussian(noise_multiplier=2.0, rounds=1, batch_size=1, examples=1)
+    >>> round(curve_epsilon(one_round, delta=1e-5), 2)  # mu = 1
+    4.38
+    """
+    checks.number("curve_epsilon", "delta", delta, above=0, below=1)
+    checks.choice("curve_epsilon", "sampling", mechanism.sampling, ("fixed",))
+    if mechanism.rounds == 0:
+        return 0.0
+    if mechanism.noise_multiplier == 0:
+        return math.inf
+    mu = _NOISE_PER_CONTRIBUTION["replace"] * math.sqrt(mechanism.passes) / mechanism.noise_multiplier
+    in_all = mu * math.sqrt(mechanism.rounds)
+    # Without sampling epsilon is at most this, and sampling only lowers it.
+    epsilons = np.linspace(0, in_all * (in_all / 2 - _NORMAL.inv_cdf(delta)), 8001)
+    found = sampled_curve(epsilons, mu, mechanism.rate, mechanism.rounds) <= delta
+    return float(epsilons[np.argmax(found)]) if found.any() else float(epsilons[-1])
+
+
 def _epsilons(kappa: float) -> NDArray[np.float64]:
     """The points of a curve at which its bound can be tight for this chance."""
     return np.linspace(0, max(20.0, -math.log(kappa)), 8001)
@@ -275,6 +299,8 @@ def sampled_curve(epsilons: ArrayLike, mu: float, rate: float, rounds: int = 1) 
     [0.0383, 0.0001]
     """
     epsilon = np.asarray(epsilons, dtype=float)
+    if rate == 1:
+        mu, rounds = mu * math.sqrt(rounds), 1
     if rounds == 1:
         return _one_round(epsilon, mu, rate)
     top = mu * (mu / 2 + _TAIL)
@@ -283,7 +309,7 @@ def sampled_curve(epsilons: ArrayLike, mu: float, rate: float, rounds: int = 1) 
     top = math.log1p(rate * math.expm1(top))
     step = max(1e-4, 2 * top / _GRID_STEPS)
     half = math.ceil(top / step)
-    upper = _one_round(np.arange(half + 1) * step, mu, rate)
+    upper = _one_round(np.arange(half + 1, dtype=np.float64) * step, mu, rate)
     # Both directions have the same curve: delta(-e) = 1 - exp(-e) (1 - delta(e)).
     lower = 1 - np.exp(-np.arange(half, 0, -1) * step) * (1 - upper[:0:-1])
     # Rounding must not make the curve rise, and must not lower it either.
@@ -294,8 +320,8 @@ def sampled_curve(epsilons: ArrayLike, mu: float, rate: float, rounds: int = 1) 
 
 def _composed(one: Any, rounds: int, epsilon: NDArray[np.float64]) -> NDArray[np.float64]:
     """Delta of `rounds` rounds from the privacy-loss distribution of one."""
-    delta = np.asarray(one.self_compose(rounds).get_delta_for_epsilon(epsilon.tolist()), dtype=float)
-    return np.maximum(delta, 0) + _CONVOLUTION_ERROR
+    delta: NDArray[np.float64] = np.asarray(one.self_compose(rounds).get_delta_for_epsilon(epsilon.tolist()))
+    return np.maximum(delta, 0.0) + _CONVOLUTION_ERROR
 
 
 def _one_round(epsilon: NDArray[np.float64], mu: float, rate: float) -> NDArray[np.float64]:

@@ -65,11 +65,7 @@ def game_task(games: int) -> Task:
     >>> bool(torch.equal(torch.stack(list(gradients.values())).view(example.shape), example))
     True
     """
-    return Task(_Games(games), _mean_output, input_shape=(2, games, VALUES // 2), classes=None)
-
-
-def _mean_output(outputs: Tensor, labels: Tensor) -> Tensor:
-    return outputs.mean()
+    return Task(_Games(games), lambda outputs, _: outputs.mean(), input_shape=(2, games, VALUES // 2), classes=None)
 
 
 def play(
@@ -140,13 +136,14 @@ def play(
     direction = torch.full((2, VALUES // 2), VALUES**-0.5)
     has_member = torch.arange(games) % 2 == 0
     scores = torch.zeros(games, dtype=torch.float64)
+    tasks = {size: game_task(size) for size in {together, games % together} if size}
     for first in range(0, games, together):
         members = has_member[first : first + together]
         for _ in range(rounds):
             batch = _drawn(members, mechanism, generator)
             inputs = length * clip * _in_blocks(batch, direction)
-            task = game_task(len(members))
-            update = defense.share(task, inputs, torch.zeros(len(inputs)), generator=generator, local=local)
+            task, targets = tasks[len(members)], torch.zeros(len(inputs))
+            update = defense.share(task, inputs, targets, generator=generator, local=local)
             values = torch.stack([value.double() for value in update.values()]).view(2, len(members), VALUES // 2)
             sums = len(inputs) * torch.einsum("lgv,lv->g", values, direction.double()) / clip
             scores[first : first + together] += _log_ratio(sums, mechanism)
