@@ -105,7 +105,7 @@ def epsilon_at_least(errors: Errors, *, delta: float, confidence: float = CONFID
         NeurIPS 2020 (as an audit).
 
     >>> round(epsilon_at_least(Errors(50, 10_000, 50, 10_000), delta=1e-5), 2)
-    4.84
+    4.85
     """
     checks.number("epsilon_at_least", "delta", delta, low=0, below=1)
     alpha, beta = errors.upper(confidence=confidence, rules=rules)

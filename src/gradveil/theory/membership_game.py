@@ -108,8 +108,8 @@ def play(
         progress: called with (games played, games in all).
 
     References:
-        Nasr et al., Adversary Instantiation, S&P 2021 (gradient canaries). Lebeda et al., Avoiding Pitfalls for Privacy
-        Accounting of Subsampled Mechanisms under Composition, 2024 (such neighbours are the worst for one round).
+        Nasr et al., Adversary Instantiation: Lower Bounds for Differentially Private Machine Learning, S&P 2021
+        (canaries that are gradients).
 
     Example:
         >>> import gradveil
