@@ -21,7 +21,7 @@ from gradveil.defenses import DEFENSES
 ROOT = Path(__file__).parents[2]
 DATA = os.environ.get("GRADVEIL_DATA")
 NAMES = sorted(path.parent.name for path in (ROOT / "experiments").glob("*/config.json"))
-COMPLETE = ("baselines", "federation", "noise_recovery", "pruning_and_dropout")
+COMPLETE = ("baselines", "empirical_epsilon", "federation", "noise_recovery", "pruning_and_dropout")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 11
+    assert len(NAMES) == 12
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -88,6 +88,7 @@ PAGES = {
     "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
     "learned_attackers": ("experiments/learned_attackers/README.md", None),
+    "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
 }
 
 
@@ -426,3 +427,26 @@ def test_compensation_is_measured_at_the_aspect_of_the_defense():
     assert rows[0]["clean_norm"] == rows[1]["clean_norm"]
     assert rows[0]["cosine"]["before"] == pytest.approx(rows[1]["cosine"]["before"])
     assert rows[0]["cosine"]["after"] != pytest.approx(rows[1]["cosine"]["after"], abs=0.01)
+
+
+def test_games_refute_the_broken_forms_of_dp_sgd_and_not_dp_sgd():
+    experiment = run.Experiment(ROOT / "experiments" / "empirical_epsilon")
+    by_form = {}
+    for row in experiment.views.values():
+        by_form.setdefault(row["form"], {})[row["name"]] = row
+    kept = by_form.pop("dp-sgd")
+    assert len(kept) == 20
+    assert len(experiment.cases) == experiment.config["settings"]["cases_together"]
+    for row in kept.values():
+        assert row["refuted_by"] == []
+        assert all(
+            row[f"epsilon{delta}"] <= row[f"curve{delta}"] <= row[f"accountant{delta}"] for delta in ("_5", "_2")
+        )
+    one_round = kept["dp-sgd, multiplier 4, batch of 1"]
+    assert one_round["accountant_5"] <= 3 * one_round["epsilon_5"]
+    assert len(by_form) == 2
+    for rows in by_form.values():
+        assert {row["multiplier"] for row in rows.values()} == {1, 4, 10}
+        for row in rows.values():
+            assert "mu" in row["refuted_by"]
+            assert row["multiplier"] == 1 or "epsilon at delta 0.01" in row["refuted_by"]

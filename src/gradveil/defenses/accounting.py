@@ -44,6 +44,48 @@ class PrivacySpent:
         return f"epsilon {self.epsilon:.3g} at delta {self.delta:.3g} ({details})"
 
 
+@dataclass(frozen=True)
+class SampledGaussian:
+    """Clipped gradients of random batches, summed, with normal noise: all that a guarantee of such a run depends on.
+
+    A defense that returns one (`Defense.sampled_gaussian`) declares that this is what it does to a client's examples,
+    up to processing of the noisy result. `gradveil.theory.certificate` turns it into a bound on attackers.
+
+    Args:
+        noise_multiplier: standard deviation of the noise on the *sum* of clipped gradients, in units of the clip.
+        rounds: number of rounds in which a batch was drawn.
+        batch_size: size of the batch, or its expectation.
+        examples: number of examples it was drawn from.
+        sampling: ``"fixed"`` or ``"poisson"``; see `privacy_spent`.
+        passes: number of noised gradients per round that each drawn example takes part in (local epochs).
+
+    Example:
+        >>> SampledGaussian(noise_multiplier=2.0, rounds=10, batch_size=5, examples=50).rate
+        0.1
+    """
+
+    noise_multiplier: float
+    rounds: int
+    batch_size: int
+    examples: int
+    sampling: str = "fixed"
+    passes: int = 1
+
+    def __post_init__(self) -> None:
+        owner = "SampledGaussian"
+        checks.number(owner, "noise_multiplier", self.noise_multiplier, low=0)
+        checks.integer(owner, "rounds", self.rounds, low=0)
+        checks.integer(owner, "examples", self.examples, low=1)
+        checks.integer(owner, "batch_size", self.batch_size, low=1, high=self.examples)
+        checks.choice(owner, "sampling", self.sampling, SAMPLINGS)
+        checks.integer(owner, "passes", self.passes, low=1)
+
+    @property
+    def rate(self) -> float:
+        """The probability that a given example is drawn in a round."""
+        return self.batch_size / self.examples
+
+
 @lru_cache(maxsize=1024)
 def privacy_spent(
     *,

@@ -13,7 +13,7 @@ from gradveil.core.errors import InputError, NotFiniteError, ParameterError
 from gradveil.core.parameters import Strength, strength_of
 from gradveil.core.randomness import Draws, Randomness, source_of
 from gradveil.core.registry import Method, Registry
-from gradveil.defenses.accounting import PrivacySpent
+from gradveil.defenses.accounting import PrivacySpent, SampledGaussian
 from gradveil.defenses.knowledge import Knowledge
 from gradveil.task import Gradients, Task
 from gradveil.update import Announced, ClientRound, ClientState, LocalSteps, Memory, Meta, ServerRound, Update
@@ -281,6 +281,16 @@ class Defense(Method, ABC):
             batch_size: number of examples it drew in each round, without replacement.
             examples: number of examples it drew from.
             local: its local steps.
+        """
+        return None
+
+    def sampled_gaussian(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> SampledGaussian | None:
+        """The mechanism that a run is, if every example is clipped before normal noise is added; otherwise None.
+
+        Whoever returns one promises that nothing else about the client's examples leaves the client; a certificate is
+        computed from it (`gradveil.theory.certificate`). The arguments are those of `privacy_spent`.
         """
         return None
 

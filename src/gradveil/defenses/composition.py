@@ -12,7 +12,7 @@ from torch import Tensor
 from gradveil.core.errors import InputError, ParameterError
 from gradveil.core.parameters import Strength, check_declared, component, number
 from gradveil.core.registry import format_spec
-from gradveil.defenses.accounting import PrivacySpent
+from gradveil.defenses.accounting import PrivacySpent, SampledGaussian
 from gradveil.defenses.base import Batch, Defense, Perturbation, Prepared, checked_gradients, meta_of
 from gradveil.defenses.knowledge import Expect, Knowledge
 from gradveil.task import Gradients, Task
@@ -208,6 +208,12 @@ class Chain(Composition, composed=True):
     ) -> PrivacySpent | None:
         """What the first part spends, since the others only post-process what it releases."""
         return self.parts[0].privacy_spent(rounds=rounds, batch_size=batch_size, examples=examples, local=local)
+
+    def sampled_gaussian(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> SampledGaussian | None:
+        """That of the first part, since the others only post-process what it releases."""
+        return self.parts[0].sampled_gaussian(rounds=rounds, batch_size=batch_size, examples=examples, local=local)
 
     @property
     def parameters(self) -> dict[str, Any]:

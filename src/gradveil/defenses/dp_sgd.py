@@ -1,12 +1,13 @@
 """DP-SGD: clip every example's gradient, add noise, and account for it."""
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gradveil.core.parameters import number
 from gradveil.core.randomness.discrete import grid_step
 from gradveil.defenses._clipping import clipped_sum
-from gradveil.defenses.accounting import PrivacySpent, privacy_spent
+from gradveil.defenses.accounting import PrivacySpent, SampledGaussian, privacy_spent
 from gradveil.defenses.base import DEFENSES, StepDefense, check_result
 from gradveil.defenses.knowledge import Knowledge, clip_to, each_round
 from gradveil.task import Gradients, Task
@@ -100,12 +101,18 @@ class DPSGD(StepDefense):
         self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
     ) -> PrivacySpent:
         """The (epsilon, delta) of one client's examples; each local epoch uses every drawn example once."""
-        return privacy_spent(
+        mechanism = self.sampled_gaussian(rounds=rounds, batch_size=batch_size, examples=examples, local=local)
+        return privacy_spent(delta=self.delta, **dataclasses.asdict(mechanism))
+
+    def sampled_gaussian(
+        self, *, rounds: int, batch_size: int, examples: int, local: LocalSteps | None = None
+    ) -> SampledGaussian:
+        """Fixed-size batches; each local epoch is one more noised gradient that an example takes part in."""
+        return SampledGaussian(
             noise_multiplier=self.noise_multiplier,
             rounds=rounds,
             batch_size=batch_size,
             examples=examples,
-            delta=self.delta,
             sampling="fixed",
             passes=1 if local is None else local.epochs,
         )
