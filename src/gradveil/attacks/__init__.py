@@ -5,7 +5,7 @@ from pkgutil import iter_modules
 from typing import Any
 
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Findings, Reconstruction, RecoveredUpdate
+from gradveil.attacks.findings import Findings, Identification, Reconstruction, RecoveredUpdate
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ParameterError
@@ -14,7 +14,17 @@ from gradveil.core.registry import parse_spec
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ATTACKS", "Attack", "Findings", "Problem", "Reconstruction", "RecoveredUpdate", "ThreatModel", "create"]
+__all__ = [
+    "ATTACKS",
+    "Attack",
+    "Findings",
+    "Identification",
+    "Problem",
+    "Reconstruction",
+    "RecoveredUpdate",
+    "ThreatModel",
+    "create",
+]
 
 
 def create(spec: str, /, **parameters: Any) -> Attack:
