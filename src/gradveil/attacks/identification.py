@@ -22,6 +22,8 @@ from gradveil.task.sensitivity import chunk_size
 from gradveil.update import total_weight
 
 FORMS = ("ridge", "matched-filter", "likelihood")
+PLACES = {"start": 0.0, "midpoint": 0.5}
+PATHS = ("evidence", *PLACES)
 
 _EXPECTED_FROM = 64
 """Of a model with more values than a row has, the fitted update is computed from this many candidates, and from their
@@ -31,10 +33,66 @@ mean: those with the largest coefficients."""
 @ATTACKS.register("identification")
 @dataclass(frozen=True, repr=False)
 class CandidateIdentification(Attack):
-    r"""Score candidates by how well their gradients explain the update.
+    r"""Say which of N candidates a client trained on: regress the update on the candidates' gradients.
+
+    .. math:: u \approx \beta \bar g + \sum_i c_i (g_i - \bar g), \qquad
+        \ell_i = \log \frac{p(u \mid c_i = share)}{p(u \mid c_i = 0)}
+
+    There is no search: it costs N gradients and works for any model, batch size, kind of norm, number of local steps
+    and modality. Labels are not inferred, because candidates have labels.
+
+    ``form=ridge`` scores a candidate by its likelihood ratio :math:`\ell_i` under a Gaussian model whose covariance is
+    that of ridge regression, in the dual (see `_ridge.DualRidge`). Both variances are chosen for every update by its
+    marginal likelihood; the noise is at least as large as the defense's known noise. The mean of all candidates is a
+    free component. It stands for examples that are not among the candidates; public data that the threat model grants
+    are rows of the regression, too, and say what such examples look like. On CIFAR-10 with one image of a batch of 64
+    among 200 candidates, ratios were better than coefficients (AUC .89 or .91 against .87 or .89), the marginal
+    likelihood better than generalised cross-validation, a free mean better than none or one for each class, and 800
+    public images raised the AUC to .98. Weighting values by the inverse of their variance gained at most .02 and lost
+    much under noise.
+
+    ``form=matched-filter`` is the cosine with the deviation from the mean: what a simpler attacker would do.
+    ``form=likelihood`` is exact for one example under equal noise, :math:`-|u - g_i|^2`.
+
+    An adaptive attacker uses the defense's `Knowledge`. What is expected of a gradient (clipping) is applied to each
+    candidate, or not, whichever makes the update more likely. What the update reveals (`Evidence`: what arrived, how
+    much each value counts) is read with the current fit, fitted again, and so on, `passes` times. A defense that
+    declares nothing, or only how to repair inputs that were found (``ats``, ``refiner``), is run on each candidate, and
+    the mean of the draws is its row (`simulate`). Several observed rounds are one long update.
+
+    With local steps, gradients are taken at the weights that were sent, or half way to those that came back, which the
+    update itself reveals. With batch statistics, an update of one example is exact. For larger batches, candidates'
+    gradients are taken with fixed statistics, those of batches of candidates; this loses what the statistics add to the
+    gradient.
+
+    Args:
+        form: ``"ridge"``, ``"matched-filter"`` or, for one example, ``"likelihood"``.
+        coordinates: the most values of an update that are compared; of larger models, a random subset.
+        passes: how often an adaptive attacker reads the update again, with what it has fitted.
+        path: where on the path of local steps gradients are taken: ``"start"``, ``"midpoint"``, or ``"evidence"``:
+            whichever makes the update more likely, for each victim.
+        simulate: whether an adaptive attacker runs the defense on each candidate if that is all it can do; otherwise it
+            compares with undefended gradients.
+
+    References:
+        Ridge regression with a marginal likelihood: MacKay, Bayesian Interpolation, Neural Computation 1992. Likelihood
+        ratios for membership: Carlini et al., Membership Inference Attacks From First Principles, S&P 2022. The
+        combination, and its use of knowledge of defenses, is ours.
+
+    Example:
+        >>> import gradveil
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 3))
+        >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> images = torch.rand(12, 1, 4, 4, generator=torch.manual_seed(0))
+        >>> labels, members = torch.arange(12) % 3, torch.tensor([2, 7])
+        >>> update = gradveil.defense("none").share(task, images[members], labels[members])
+        >>> attack, threat = CandidateIdentification(), gradveil.ThreatModel(batch_size=2)
+        >>> found = attack.identify(task, update, (images, labels), threat)
+        >>> sorted(found.named(2)[0].tolist())
+        [2, 7]
     """
 
-    paper = "-"
+    paper = "ours; MacKay, Neural Computation 1992"
     adapts = True
     finds_labels = True
     identifies = True
@@ -42,7 +100,8 @@ class CandidateIdentification(Attack):
     form: str = choice("ridge", FORMS)
     coordinates: int = integer(100_000, low=1)
     passes: int = integer(3, low=1)
-    midpoint: bool = flag(True)
+    path: str = choice("evidence", PATHS)
+    simulate: bool = flag(True)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse the exact likelihood of more than one example."""
@@ -70,7 +129,7 @@ class _Comparison:
     def __init__(self, attack: CandidateIdentification, problem: Problem) -> None:
         assert problem.candidates is not None
         threat, task = problem.threat, problem.task
-        self.attack, self.problem, self.knowledge = attack, problem, _usable(problem)
+        self.attack, self.problem, self.knowledge = attack, problem, _usable(problem, attack.simulate)
         self.count = len(problem.candidates[0])
         self.candidates = problem.candidates
         if threat.public is not None:
@@ -81,34 +140,42 @@ class _Comparison:
         self.chosen = ChosenValues(task, attack.coordinates, problem.generator)
         self.tasks = [round_task for round_task, _ in problem.rounds]
         if task.has_batch_statistics and threat.batch_size > 1:
-            fixed = [self.candidates[0], threat.batch_size, problem.generator]
-            self.tasks = [with_fixed_norms(round_task, *fixed) for round_task in self.tasks]
-        knowledge = self.knowledge
-        moving = threat.local is not None and attack.midpoint
-        later = len(self.tasks) > 1 and knowledge.expect is not None
-        # Whether the gradients to compare with depend on what was seen of a victim.
-        self.by_victim = bool(moving or later or knowledge.task)
+            self.tasks = [
+                with_fixed_norms(round_task, self.candidates[0], threat.batch_size, problem.generator)
+                for round_task in self.tasks
+            ]
 
     def scores(self) -> Tensor:
         """The scores ``[victims, candidates]``."""
-        knowledge, victims = self.knowledge, self.problem.victims
-        variants = [knowledge]
-        if knowledge.expect and len(self.tasks) == 1 and self.problem.examples > 1:
-            # It is declared for the gradient of the batch. Whether it acts on single examples shows in the fit.
-            variants.append(replace(knowledge, expect=None))
-        tables = victims if self.by_victim else 1
-        steps = Steps(self.problem.progress, len(variants) * (tables * len(self.candidates[0]) + victims))
+        variants, victims = self._variants(), self.problem.victims
+        tables = sum(victims if variant.by_victim else 1 for variant in variants)
+        steps = Steps(self.problem.progress, tables * len(self.candidates[0]) + len(variants) * victims)
         found = [self._scored(variant, steps) for variant in variants]
         best = torch.stack([cost for _, cost in found]).argmin(0)
         return torch.stack([scores for scores, _ in found])[best, torch.arange(victims, device=best.device)]
 
-    def _scored(self, knowledge: Knowledge, steps: Steps) -> tuple[Tensor, Tensor]:
+    def _variants(self) -> list["_Variant"]:
+        """What the attacker cannot know beforehand, and chooses for each victim by the marginal likelihood."""
+        knowledge, rounds = self.knowledge, len(self.tasks)
+        effects = [knowledge]
+        if knowledge.expect and rounds == 1 and self.problem.examples > 1:
+            # It is declared for the gradient of the batch. Whether it acts on single examples shows in the fit.
+            effects.append(replace(knowledge, expect=None))
+        paths = ["start", "midpoint"] if self.attack.path == "evidence" else [self.attack.path]
+        places = [PLACES[path] for path in (paths if self.problem.threat.local else ["start"])]
+        return [
+            _Variant(effect, place, bool(place or effect.task or (effect.expect and rounds > 1)))
+            for effect in effects
+            for place in places
+        ]
+
+    def _scored(self, variant: "_Variant", steps: Steps) -> tuple[Tensor, Tensor]:
         """The scores of all victims, and what the fit costs each."""
-        victims = range(self.problem.victims)
+        knowledge, victims = variant.knowledge, range(self.problem.victims)
         parts = []
-        for group in [[victim] for victim in victims] if self.by_victim else [list(victims)]:
+        for group in [[victim] for victim in victims] if variant.by_victim else [list(victims)]:
             updates = [self._updates(victim) for victim in group]
-            clients = self._clients(knowledge, updates[0])
+            clients = self._clients(variant, updates[0])
             rows = clients.table(self.chosen, steps.add)
             targets = torch.stack([self._row(rounds) for rounds in updates])
             if (offset := clients.offset()) is not None:
@@ -179,18 +246,34 @@ class _Comparison:
     def _row(self, rounds: Sequence[Gradients]) -> Tensor:
         return torch.cat([self.chosen.rows({n: v[None] for n, v in update.items()})[0] for update in rounds])
 
-    def _clients(self, knowledge: Knowledge, rounds: Sequence[Gradients]) -> CandidateClients:
+    def _clients(self, variant: "_Variant", rounds: Sequence[Gradients]) -> CandidateClients:
         """The clients to compare a victim with, of which these updates were seen."""
-        tasks, local = self.tasks, self.problem.threat.local
+        knowledge, tasks, local = variant.knowledge, self.tasks, self.problem.threat.local
         if knowledge.task:
             tasks = [knowledge.task(task, update) for task, update in zip(tasks, rounds, strict=True)]
-        if local is not None and self.attack.midpoint:
+        if local is not None and variant.place:
+            step = variant.place * local.lr
             tasks = [
-                task.with_parameters({n: value - local.lr / 2 * update[n] for n, value in task.parameters.items()})
+                task.with_parameters({n: value - step * update[n] for n, value in task.parameters.items()})
                 for task, update in zip(tasks, rounds, strict=True)
             ]
         weight = total_weight(local, 1)
         return CandidateClients(tasks, self.candidates, knowledge.expect, knowledge.draw, rounds, weight)
+
+
+@dataclass(frozen=True, eq=False)
+class _Variant:
+    """One way to compare updates with candidates.
+
+    Args:
+        knowledge: what the defense does.
+        place: where on the client's path of local steps gradients are taken, from 0 (its start) to 1 (its end).
+        by_victim: whether the candidates' gradients depend on what was seen of a victim.
+    """
+
+    knowledge: Knowledge
+    place: float
+    by_victim: bool
 
 
 class _Model:
@@ -225,15 +308,15 @@ class _Model:
         return self.ridge.matched(products, squares)
 
 
-def _usable(problem: Problem) -> Knowledge:
+def _usable(problem: Problem, simulate: bool) -> Knowledge:
     """What the attacker knows about the defense, as far as it says something about candidates."""
     knowledge, threat = problem.knowledge, problem.threat
     if knowledge is None:
         return Knowledge("the plain attack")
-    if knowledge.after and not knowledge.changes_matching:
-        # It says how to undo the defense in an input that was found; candidates go through the defense instead.
+    # Some forms only say how to undo the defense in inputs that were found; candidates can go through it instead.
+    if knowledge.draw or (knowledge.after and not knowledge.changes_matching):
         assert threat.defense is not None
-        return expectation(threat.defense, threat.local)
+        return expectation(threat.defense, threat.local) if simulate else replace(knowledge, draw=None)
     return knowledge
 
 
