@@ -32,7 +32,9 @@ QUICK = {
     "gias": {"iterations": 10, "weight_iterations": 10, "seeds": 2, "generator": GENERATOR},
     "ci-net": {"iterations": 4},
     "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
+    "identification": {},
 }
+RECONSTRUCT = [name for name in gradveil.list_attacks() if not ATTACKS.get(name).identifies]
 
 
 def begun(attack, task, **granted):
@@ -92,7 +94,7 @@ def test_inverting_gradients_recovers_undefended_digits(mnist_victims):
     assert psnr.median() >= 15
 
 
-@pytest.mark.parametrize("name", gradveil.list_attacks())
+@pytest.mark.parametrize("name", RECONSTRUCT)
 def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
     task, images, labels = mnist_victims
     attack = gradveil.attack(name, **QUICK[name])
@@ -104,7 +106,7 @@ def test_an_attack_repeats_itself_and_keeps_its_shapes(name, mnist_victims):
     assert first.loss.shape == first.iterations.shape == (2,)
 
 
-@pytest.mark.parametrize("name", gradveil.list_attacks())
+@pytest.mark.parametrize("name", RECONSTRUCT)
 def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     inputs, labels = tiny_batch
     # Without the total variation: where its kinks make a gradient vanish, the last bit decides the sign.
@@ -119,14 +121,14 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
     torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", gradveil.list_attacks())
+@pytest.mark.parametrize("name", RECONSTRUCT)
 def test_an_attack_is_never_given_the_data(name):
     """It gets the task, the updates and the threat model; none of them holds the victim's images."""
     taken = inspect.signature(gradveil.attack(name).reconstruct).parameters
     assert list(taken) == ["task", "updates", "threat", "generator", "progress", "execution"]
 
 
-@pytest.mark.parametrize("name", gradveil.list_attacks())
+@pytest.mark.parametrize("name", RECONSTRUCT)
 def test_a_reconstruction_cannot_depend_on_the_truth(name, tiny_task, tiny_batch):
     """The same update gives the same reconstruction, whatever becomes of the images and labels behind it."""
     images, labels = tiny_batch[0][:1].clone(), tiny_batch[1][:1].clone()

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradveil.attacks._learned import Learning
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Findings, Reconstruction, RecoveredUpdate
+from gradveil.attacks.findings import Findings, Identification, Reconstruction, RecoveredUpdate
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ParameterError
@@ -19,6 +19,7 @@ __all__ = [
     "ATTACKS",
     "Attack",
     "Findings",
+    "Identification",
     "Learning",
     "Problem",
     "Reconstruction",

@@ -12,8 +12,8 @@ from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks._labels import check_inferable, find_labels
 from gradveil.attacks._learned import Learning, learned_once
 from gradveil.attacks._restarts import best_of
-from gradveil.attacks.findings import Findings, Reconstruction
-from gradveil.attacks.problem import Observed, Problem, Progress, granted_public, observed_rounds
+from gradveil.attacks.findings import Findings, Identification, Reconstruction
+from gradveil.attacks.problem import Observed, Problem, Progress, checked_candidates, granted_public, observed_rounds
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import has_all_state, state_fields
@@ -39,6 +39,7 @@ class Attack(Method, ABC):
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
+    identifies: ClassVar[bool] = False  # True: `run` scores `Problem.candidates` and reconstructs nothing
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
@@ -114,6 +115,11 @@ class Attack(Method, ABC):
             execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is fastest
                 when timed.
         """
+        if self.identifies:
+            raise ThreatModelError(
+                f"{self.name}: scores candidates and reconstructs nothing; use identify(task, updates, candidates, "
+                "threat), or another attack"
+            )
         with timed(task.device) as took:
             problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
             knowledge = problem.knowledge
@@ -125,6 +131,39 @@ class Attack(Method, ABC):
                 inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
             inputs = problem.modality.decode(inputs)
         return replace(found, inputs=inputs, ambiguous_labels=problem.ambiguous_labels, seconds=took.seconds)
+
+    def identify(
+        self,
+        task: Task,
+        updates: Observed,
+        candidates: Batch,
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = None,
+    ) -> Identification:
+        """Say how likely each candidate is to be among the examples behind an update, or behind each of several.
+
+        Args:
+            task: the model at the weights the victims were sent, in the first round if there are several.
+            updates: what the server saw of each victim, as for `reconstruct`.
+            candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, the same for all victims.
+            threat: what the attacker may know and use.
+            generator: the attacker's randomness; default: fresh entropy.
+            progress: called with (steps done, total steps, seconds left).
+        """
+        if not self.identifies:
+            raise ThreatModelError(
+                f"{self.name}: reconstructs inputs and does not score candidates; use reconstruct(task, updates, "
+                "threat), or gradveil.attack('identification')"
+            )
+        with timed(task.device) as took:
+            problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
+            checked = checked_candidates(self.name, task, candidates, threat.batch_size)
+            found = self.run(replace(problem, candidates=checked, progress=progress))
+            if not isinstance(found, Identification):
+                raise ThreatModelError(f"{self.name}: identify expects an Identification, got {type(found).__name__}")
+        return replace(found, seconds=took.seconds)
 
     def _run(self, problem: Problem) -> Reconstruction:
         found = self.run(problem)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gradveil.core import checks
 from gradveil.task import Gradients
 
 
@@ -91,3 +92,29 @@ class Reconstruction(Findings):
     ambiguous_labels: Tensor | None = None
     certain: Tensor | None = None
     history: LossHistory | None = None
+
+
+@dataclass(frozen=True)
+class Identification(Findings):
+    """How likely each of some candidates is to be among the examples behind an update.
+
+    Args:
+        scores: ``[victims, candidates]``; the higher, the more likely. They rank the candidates of one victim; scores
+            of different victims have different units.
+
+    Example:
+        >>> import torch
+        >>> Identification(torch.tensor([[0.1, 2.0, -1.0, 0.5]])).named(2)
+        tensor([[1, 3]])
+    """
+
+    scores: Tensor
+
+    def named(self, count: int) -> Tensor:
+        """The places of the `count` most likely candidates of each victim, ``[victims, count]``, best first.
+
+        Args:
+            count: how many, usually the size of the batch.
+        """
+        checks.integer("Identification", "count", count, low=1, high=self.scores.shape[1])
+        return self.scores.topk(count, dim=1).indices

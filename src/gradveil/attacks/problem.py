@@ -36,6 +36,8 @@ class Problem:
         ambiguous_labels: ``[victims]``, True if the inferred labels are ambiguous.
         progress: called with (steps done, total steps, seconds left).
         execution: how to evaluate the victims, see `matching.Objective`.
+        candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, some of which may be the victims', for an
+            attack that identifies; None: there are none.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
@@ -53,6 +55,7 @@ class Problem:
     ambiguous_labels: Tensor | None = None
     progress: Progress = None
     execution: str = "auto"
+    candidates: Batch | None = None
 
     @property
     def task(self) -> Task:
@@ -99,6 +102,28 @@ def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:
         )
     inputs, labels = threat.public[0].to(task.device, task.dtype), threat.public[1].to(task.device)
     task.check(inputs, labels)
+    return inputs, labels
+
+
+def checked_candidates(owner: str, task: Task, candidates: Batch, batch_size: int) -> Batch:
+    """The candidates on the task's device and in its precision; refused if they do not fit the task or are too few.
+
+    Args:
+        owner: the caller's name, for error messages.
+        task: the model and its loss.
+        candidates: inputs and labels.
+        batch_size: examples behind each update.
+    """
+    inputs, labels = candidates[0].to(task.device, task.dtype), candidates[1].to(task.device)
+    if inputs.ndim and len(inputs) < max(2, batch_size):
+        raise InputError(
+            f"{owner}: expected at least {max(2, batch_size)} candidates for updates of {batch_size} "
+            f"{task.modality.unit}s, got {len(inputs)}; add some that are not the victims'"
+        )
+    try:
+        task.check(inputs, labels)
+    except InputError as error:
+        raise InputError(f"{owner}: the candidates do not fit the model: {error}") from error
     return inputs, labels
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
+from gradveil.metrics.identification import auc, information_bits, rank_one_accuracy, share_named, true_positive_rate
 from gradveil.metrics.labels import label_accuracy
 from gradveil.metrics.matching import match
 from gradveil.metrics.noise_ratio import noise_ratio
@@ -30,8 +31,10 @@ __all__ = [
     "Lpips",
     "Metric",
     "Scorer",
+    "auc",
     "decoy_auc",
     "decoy_scores",
+    "information_bits",
     "label_accuracy",
     "lpips",
     "match",
@@ -40,6 +43,9 @@ __all__ = [
     "noise_ratio",
     "of",
     "psnr",
+    "rank_one_accuracy",
     "relative_power",
+    "share_named",
     "ssim",
+    "true_positive_rate",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.core import checks
 from gradveil.core.errors import InputError, ParameterError
@@ -173,6 +174,19 @@ class Task:
     def like(cls, task: "Task", model: nn.Module) -> Self:
         """`with_model` for subclasses: a task for `model` with everything else as in `task`."""
         return cls(model, **task._settings)
+
+    def with_fixed_norms(self, buffers: Mapping[str, Tensor]) -> "Task":
+        """The same task with batch norms in evaluation mode: they use the running statistics in `buffers`.
+
+        Then every example has a gradient of its own, even if the task itself uses the statistics of the batch.
+        """
+        model = self.copy_model()
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
+        other = copy.copy(self)
+        other._functional = FunctionalModel(model)
+        return other.with_parameters(self.parameters, buffers)
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """The values that the model is fed for these inputs."""
