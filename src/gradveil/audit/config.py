@@ -54,6 +54,8 @@ class AuditConfig(Settings):
             ``"victim"``: the victim itself, which thereby tells more than the others. In the training everybody is
             honest.
         public: training examples, at most, that attackers who learn may learn from; victims come from the test split.
+        candidates: test examples, at most, among which an attacker is to find the one that a client trained on.
+        games: how often it has to, each time from another client's update; 0: not at all.
         weights: safetensors file of the user's own weights; None: the initial ones.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
@@ -79,6 +81,8 @@ class AuditConfig(Settings):
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
         checks.integer("audit", "seed", self.seed, low=0)
         checks.integer("audit", "public", self.public, low=0)
+        checks.integer("audit", "candidates", self.candidates, low=2)
+        checks.integer("audit", "games", self.games, low=0)
         given = [name for name in ("match", "weights") if getattr(self, name) is not None]
         for name in ("dataset", "model", "labels", "device", *given):
             _check_text(name, getattr(self, name))

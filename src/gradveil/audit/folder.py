@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, Generic, NoReturn, TypeVar
 
 from gradveil.audit import schema, store
-from gradveil.audit.rows import CONFIG_SCHEMA, STAMPS, VERSION, MatchRow, ResultRow, Row, UtilityRow
+from gradveil.audit.rows import CONFIG_SCHEMA, STAMPS, VERSION, IdentificationRow, MatchRow, ResultRow, Row, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, refuse, short
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, JsonLines, read_lines
+from gradveil.audit.store import BLIND_GUESS, CONFIG, IDENTIFICATIONS, MATCHES, RESULTS, UTILITY, JsonLines, read_lines
 from gradveil.core.errors import DataError, OutputError, UnknownNameError
 from gradveil.core.registry import parse_spec
 from gradveil.metrics import METRICS, Metric
@@ -29,11 +29,12 @@ class Rows:
     """The rows of an audit folder; `torn` names the files whose last line was cut short.
 
     Example:
-        >>> Rows([], [], [], ("results.jsonl",)).torn
+        >>> Rows([], [], [], [], ("results.jsonl",)).torn
         ('results.jsonl',)
     """
 
     results: Sequence[ResultRow]
+    identifications: Sequence[IdentificationRow]
     utility: Sequence[UtilityRow]
     matches: Sequence[MatchRow]
     torn: tuple[str, ...]
@@ -146,8 +147,10 @@ def read_rows(folder: Path, config: Json) -> Rows:
     attacked = strengths(config, matches)
     check_result = partial(_check_result, config=config, attacked=attacked)
     results = _read(folder / RESULTS, ResultRow, config, torn, check_result)
+    check_games = partial(_check_identification, config=config, attacked=attacked)
+    identifications = _read(folder / IDENTIFICATIONS, IdentificationRow, config, torn, check_games)
     utility = _read(folder / UTILITY, UtilityRow, config, torn, partial(_asked, attacked=attacked))
-    return Rows(results, utility, matches, tuple(torn))
+    return Rows(results, identifications, utility, matches, tuple(torn))
 
 
 def strengths(config: Mapping[str, Any], matches: Sequence[MatchRow]) -> dict[str, str]:
@@ -159,7 +162,7 @@ def strengths(config: Mapping[str, Any], matches: Sequence[MatchRow]) -> dict[st
 
 def refuse_links(folder: Path) -> None:
     """Raise if a file of the folder is a link, through which an audit would read or write somewhere else."""
-    paths = [folder / name for name in (".lock", CONFIG, RESULTS, UTILITY, MATCHES, "images")]
+    paths = [folder / name for name in (".lock", CONFIG, RESULTS, IDENTIFICATIONS, UTILITY, MATCHES, "images")]
     try:
         links = [path for path in paths if path.is_symlink()]
         if not links and (folder / "images").is_dir():
@@ -266,6 +269,16 @@ def _check_result(where: str, row: ResultRow, config: Json, attacked: Mapping[st
         refuse(where, "adaptive", f"{adapted}, as {CONFIG} has it", str(row.adaptive))
 
 
+def _check_identification(where: str, row: IdentificationRow, config: Json, attacked: Mapping[str, str]) -> None:
+    _asked(where, row, attacked)
+    if row.games != config["games"] or row.candidates > config["candidates"]:
+        expected = f"{config['games']} games with at most {config['candidates']} candidates"
+        refuse(where, "games", expected, f"{row.games} with {row.candidates}")
+    low, high = row.named_low, row.named_high
+    if row.named > row.games or not low <= row.share <= high:
+        refuse(where, "named", f"at most {row.games}, inside its interval", f"{row.named} in {low} to {high}")
+
+
 def _check_match(where: str, row: MatchRow, config: Json) -> None:
     if row.asked not in config["defenses"]:
         refuse(where, "asked", "a defense of the audit", short(row.asked))
@@ -275,7 +288,7 @@ def _check_match(where: str, row: MatchRow, config: Json) -> None:
         refuse(where, "found", f"{short(row.asked)} at some strength", short(row.found))
 
 
-def _asked(where: str, row: ResultRow | UtilityRow, attacked: Mapping[str, str]) -> str:
+def _asked(where: str, row: ResultRow | UtilityRow | IdentificationRow, attacked: Mapping[str, str]) -> str:
     """The spec of the row's defense as it was asked for; raise if the audit has no such defense."""
     if row.defense_spec is None or row.defense_spec not in attacked:
         refuse(where, "defense_spec", "a defense of the audit", short(row.defense_spec))

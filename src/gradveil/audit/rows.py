@@ -1,4 +1,5 @@
-"""What an audit writes: `config.json`, and a row for each attack on a victim, each training and each match.
+"""What an audit writes: `config.json`, and a row for each attack on a victim, each set of identification games, each
+training and each match.
 
 Each field is declared once, with the kind of value that it holds. Writer, reader, report and experiments all use that.
 """
@@ -14,7 +15,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 4
+VERSION = 5
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -78,6 +79,8 @@ class Settings:
     observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
     public: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 4000)
+    candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS), 200)
+    games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 200)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
@@ -280,6 +283,56 @@ class ResultRow(Row):
         """The row, with its scores gathered: every key that is not a field or a stamp is a score."""
         others = {*cls.__dataclass_fields__, *STAMPS}
         return super().from_json({**values, "scores": {k: value for k, value in values.items() if k not in others}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class IdentificationRow(Row):
+    """How well an attacker tells which of some candidates a client trained on, under one defense.
+
+    In every game one example of a client's batch is among the candidates.
+
+    Args:
+        candidates: how many candidates there were in a game.
+        games: how many games were played.
+        named: games in which the client's example had the highest score.
+        named_low: the lower end of the 95 % interval of that share, and `named_high` its upper end.
+        auc: how often the client's example scores higher than another candidate, with its interval.
+        tpr: the share of games in which it scores higher than all but 1 % of the others, with its interval.
+        bits: a lower bound on what an update tells about which candidate it was.
+        seconds: wall time of the attacker for all games.
+    """
+
+    identity = ("defense_spec", "adaptive")
+
+    defense: str = _field(kinds.text())
+    defense_params: Mapping[str, Any] = _field(kinds.PARAMETERS)
+    defense_spec: str = _field(kinds.text())
+    attack_spec: str = _field(kinds.text())
+    adaptive: bool = _field(kinds.FLAG)
+    candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS))
+    games: int = _field(kinds.integer(1, kinds.MAX_ITEMS))
+    named: int = _field(kinds.integer(0, kinds.MAX_ITEMS))
+    named_low: float = _field(kinds.SHARE)
+    named_high: float = _field(kinds.SHARE)
+    auc: float = _field(kinds.SHARE)
+    auc_low: float | None = _field(kinds.optional(kinds.SHARE))
+    auc_high: float | None = _field(kinds.optional(kinds.SHARE))
+    tpr: float = _field(kinds.SHARE)
+    tpr_low: float | None = _field(kinds.optional(kinds.SHARE))
+    tpr_high: float | None = _field(kinds.optional(kinds.SHARE))
+    bits: float = _field(kinds.AMOUNT)
+    bits_low: float = _field(kinds.AMOUNT)
+    seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
+
+    @property
+    def share(self) -> float:
+        """The share of games in which the client's example was named."""
+        return self.named / self.games
+
+    @property
+    def chance(self) -> float:
+        """The share that a guess would name."""
+        return 1 / self.candidates
 
 
 @dataclass(frozen=True, kw_only=True)

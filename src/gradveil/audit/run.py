@@ -6,7 +6,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ import gradveil
 from gradveil import data, metrics
 from gradveil.attacks import Attack
 from gradveil.attacks import create as create_attack
-from gradveil.audit import cases
+from gradveil.audit import cases, games
 from gradveil.audit.cases import Batch, Case, PreparedDefense, Score, Victims, finite
 from gradveil.audit.config import AuditConfig
 from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
-from gradveil.audit.rows import VERSION, MatchRow, ResultRow, UtilityRow
+from gradveil.audit.rows import VERSION, IdentificationRow, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
-from gradveil.audit.store import BLIND_GUESS, CONFIG, MATCHES, RESULTS, UTILITY, command_line, slug
+from gradveil.audit.store import BLIND_GUESS, CONFIG, IDENTIFICATIONS, MATCHES, RESULTS, UTILITY, command_line, slug
 from gradveil.core import plugins
 from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import OutputError, ThreatModelError
@@ -37,8 +37,13 @@ from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
 from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
-from gradveil.metrics import METRICS
+from gradveil.metrics import METRICS, identification
 from gradveil.task import Task
+
+IDENTIFIER = create_attack("identification")
+"""The attacker who looks for a client's example among candidates."""
+PUBLIC_ROWS = 800
+"""Public examples that stand for the rest of a batch in its regression; more cost time and change little."""
 
 ReportStep = Callable[..., None]  # (steps done, steps in all)
 WorkItem = tuple[str, Callable[[ReportStep], None]]  # a piece of work: its description, and the function that does it
@@ -125,6 +130,11 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
     shutil.rmtree(files.learned, ignore_errors=True)  # needed only to resume
 
 
+def plays_games(config: AuditConfig) -> bool:
+    """Whether there are identification games: they are about single clients, not about groups of them."""
+    return config.games > 0 and config.aggregated == 1
+
+
 def choose_threads(parameters: int) -> int:
     """Torch threads for a model: small networks run up to ten times slower on several threads than on one."""
     return 1 if parameters < 1_000_000 else os.cpu_count() or 1
@@ -134,7 +144,7 @@ def _earlier_run(config: AuditConfig, folder: Path, resume: bool) -> dict[str, A
     """The config.json of an earlier run with this same config; None if the folder holds no audit."""
     path = folder / CONFIG
     if not path.exists():
-        for name in (RESULTS, UTILITY, MATCHES):
+        for name in (RESULTS, IDENTIFICATIONS, UTILITY, MATCHES):
             if (folder / name).exists():
                 raise OutputError(
                     f"audit: {folder} holds {name} but no {CONFIG} that describes it; choose another --out"
@@ -248,6 +258,23 @@ class Subject:
             blind_scores.view(victims.inputs.shape[:2]),
         )
 
+    @cached_property
+    def games(self) -> games.Games:
+        """The identification games, with one example of a batch among as many candidates as there are, and may be."""
+        config, split = self.config, self.dataset.test
+        most = len(split) - config.batch_size + 1
+        # An announcement comes from examples that are not in the game.
+        if any(create_defense(spec).announces for spec in config.defenses):
+            most -= config.batch_size
+        return games.draw_games(
+            split,
+            games=config.games,
+            candidates=min(config.candidates, most),
+            batch_size=config.batch_size,
+            inclusion="one",
+            seed=config.seed,
+        )
+
     def case(self, prepared: PreparedDefense, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
         """The case of some of the victims, by default all."""
         config = self.config
@@ -346,6 +373,7 @@ class _Files:
     def __init__(self, folder: Path, described: Json) -> None:
         self.folder = folder
         self.results = SealedLines(folder / RESULTS, ResultRow, described)
+        self.identifications = SealedLines(folder / IDENTIFICATIONS, IdentificationRow, described)
         self.utility = SealedLines(folder / UTILITY, UtilityRow, described)
         self.matches = SealedLines(folder / MATCHES, MatchRow, described)
         # Not in the audit's own folder, which may come from anybody when it is resumed.
@@ -390,6 +418,13 @@ class _Work:
                         if missing:
                             what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
                             yield what, partial(self._attack, spec, attack, adaptive, chunk, missing)
+        played = {row.key for row in self.files.identifications.rows}
+        for spec, chosen in defenses if plays_games(config) else []:
+            defense = create_defense(spec)
+            for adaptive in self.subject.attackers(defense, IDENTIFIER):
+                if (chosen, adaptive) not in played:
+                    what = f"identification under {defense.name}{', adaptive' if adaptive else ''}"
+                    yield what, partial(self._identify, spec, adaptive)
         trained = {row.defense_spec for row in self.files.utility.rows}
         for spec, chosen in defenses:
             if chosen not in trained:
@@ -453,6 +488,44 @@ class _Work:
             for place, victim in enumerate(chunk)
             if victim in missing
         )
+
+    def _identify(self, spec: str, adaptive: bool, report_step: ReportStep) -> None:
+        """Play identification games against a defense."""
+        prepared_and_bound = self._prepare(spec, IDENTIFIER)
+        if prepared_and_bound is None:
+            return  # the match left this defense out
+        prepared, subject, config = prepared_and_bound[0], self.subject, self.config
+        drawn = subject.games
+        # Single examples need no others to be told apart from.
+        public = tuple(part[:PUBLIC_ROWS] for part in subject.public) if config.batch_size > 1 else None
+        found = games.play(
+            drawn,
+            prepared,
+            IDENTIFIER,
+            adaptive=adaptive,
+            local=config.local,
+            seed=config.seed,
+            public=public if public is None or len(public[0]) else None,
+            progress=report_step,
+        )
+        figures = identification.summary(found.scores.double().cpu(), drawn.members)
+        named = figures["rank_one"]
+        row = IdentificationRow(
+            **_named("defense", prepared.defense, absent=None),
+            attack_spec=str(IDENTIFIER),
+            adaptive=adaptive,
+            candidates=drawn.members.shape[1],
+            games=len(drawn.members),
+            named=round(named.value * len(drawn.members)),
+            named_low=named.low,
+            named_high=named.high,
+            **_with_interval("auc", figures["auc"]),
+            **_with_interval("tpr", figures["tpr_at_1_percent"]),
+            bits=figures["bits"].value,
+            bits_low=figures["bits"].low,
+            seconds=round(found.seconds, 3),
+        )
+        self.files.identifications.append([row])
 
     def _prepare(self, spec: str, attack: Attack) -> tuple[PreparedDefense, float | None] | None:
         """The defense prepared for the model that the server sends, and the bound; None if the match left it out.
@@ -539,6 +612,11 @@ class _Work:
             epsilon=None if result.privacy is None else finite(result.privacy.epsilon),
         )
         self.files.utility.append([row])
+
+
+def _with_interval(name: str, estimate: identification.Estimate) -> dict[str, Any]:
+    """The keys of a row that hold a figure with its interval."""
+    return {name: estimate.value, f"{name}_low": finite(estimate.low), f"{name}_high": finite(estimate.high)}
 
 
 def _named(kind: str, method: Method | None, *, absent: str | None) -> dict[str, Any]:

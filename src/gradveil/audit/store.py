@@ -15,6 +15,7 @@ from gradveil.core.errors import DataError
 from gradveil.core.folders import writing
 
 CONFIG, RESULTS, UTILITY, MATCHES = "config.json", "results.jsonl", "utility.jsonl", "match.jsonl"
+IDENTIFICATIONS = "identification.jsonl"
 BLIND_GUESS = "blind-guess"
 """The name in rows of the attack that uses no update."""
 

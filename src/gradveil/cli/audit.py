@@ -96,6 +96,13 @@ def audit(
         int | None,
         _setting("public", "Training examples, at most, that attackers who learn may learn from."),
     ] = None,
+    candidates: Annotated[
+        int | None,
+        _setting("candidates", "Test examples, at most, among which the server is to find the client's."),
+    ] = None,
+    games: Annotated[
+        int | None, _setting("games", "How often it has to, each time from another client's update; 0: not at all.")
+    ] = None,
     weights: Annotated[
         str | None, _setting("weights", "Your own weights, a .safetensors file.", "the model's initial weights")
     ] = None,
