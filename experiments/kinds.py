@@ -96,15 +96,20 @@ def attack_of(case: Row) -> Attack:
     return gradveil.preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
 
 
-def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
-    """What the attacker sees of the victims, and what it reconstructs from that."""
+def observed(case: Row, session: Session) -> Observation:
+    """What the attacker sees of the victims."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
     if "attacker_images" in case:
         settings["public"] = attacker_public_of(case, task)
     attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
-    seen = cases.observe(cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case)))
+    return cases.observe(cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case)))
+
+
+def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
+    """What the attacker sees of the victims, and what it reconstructs from that."""
+    seen = observed(case, session)
     found = cases.attack_on(seen, progress=session.progress)
     if found.interrupted:
         raise KeyboardInterrupt

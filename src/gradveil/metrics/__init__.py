@@ -14,6 +14,7 @@ from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.power import relative_power
 from gradveil.metrics.record import METRICS, Metric, metric
+from gradveil.metrics.reidentification import Gallery, Reidentification, reidentification_rate
 from gradveil.metrics.scorer import Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
@@ -27,8 +28,10 @@ of = METRICS.of
 __all__ = [
     "LPIPS_RESOLUTION",
     "METRICS",
+    "Gallery",
     "Lpips",
     "Metric",
+    "Reidentification",
     "Scorer",
     "decoy_auc",
     "decoy_scores",
@@ -40,6 +43,7 @@ __all__ = [
     "noise_ratio",
     "of",
     "psnr",
+    "reidentification_rate",
     "relative_power",
     "ssim",
 ]
