@@ -3,8 +3,10 @@
 A kind takes a case (a flat JSON object, see run.py) and the `Session` it runs in, and returns what it measured.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,6 +20,7 @@ from gradveil.attacks import Attack, Reconstruction
 from gradveil.audit import cases
 from gradveil.audit.cases import Observation, Victims
 from gradveil.audit.store import slug
+from gradveil.core.randomness import derived_generator
 from gradveil.core.registry import parse_spec
 from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
@@ -58,9 +61,37 @@ def dataset_of(case: Row) -> data.Dataset:
 
 
 def build(case: Row) -> gradveil.Task:
+    """The task of a case, at its initial weights or, if the case says how it was `trained`, after that."""
     dataset = dataset_of(case)
     scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if key in case}
-    return cases.build_task(dataset, case["model"], seed=case["seed"], loss=case.get("loss", "cross-entropy"), **scale)
+    loss = case.get("loss", "cross-entropy")
+    task = cases.build_task(dataset, case["model"], seed=case["seed"], loss=loss, **scale)
+    if not case.get("trained"):
+        return task
+    deciding = ("dataset", "train_examples", "loss", "mean", "std", "model", "seed", "trained")
+    return task.with_parameters(trained_weights(json.dumps({key: case[key] for key in deciding if key in case})))
+
+
+@cache
+def trained_weights(settings: str) -> dict[str, Tensor]:
+    """The weights after `trained["epochs"]` passes of Adam over the training examples, in batches of 64.
+
+    Args:
+        settings: the settings that decide them, as JSON.
+    """
+    case = json.loads(settings)
+    split, epochs, lr = dataset_of(case).train, case["trained"]["epochs"], case["trained"]["lr"]
+    task = build({**case, "trained": None})
+    weights = {name: value.clone() for name, value in task.parameters.items()}
+    optimiser = torch.optim.Adam(weights.values(), lr=lr)
+    order = derived_generator(case["seed"], "trained")
+    for _ in range(epochs):
+        for places in torch.randperm(len(split), generator=order).split(64):
+            gradients = task.with_parameters(weights).gradients(*as_batch(task, split.batch(places)))
+            for name, value in weights.items():
+                value.grad = gradients[name]
+            optimiser.step()
+    return weights
 
 
 def public_of(case: Row, task: gradveil.Task) -> cases.Batch:
@@ -96,24 +127,29 @@ def attack_of(case: Row) -> Attack:
     return gradveil.preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
 
 
-def observed(case: Row, session: Session) -> Observation:
-    """What the attacker sees of the victims."""
+def fitted_case(case: Row, session: Session) -> cases.Case:
+    """The attack on a defense, both prepared; an attack that learns has done so."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
     if "attacker_images" in case:
         settings["public"] = attacker_public_of(case, task)
     attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
-    return cases.observe(cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case)))
+    return cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case))
+
+
+def attack_seen(seen: Observation, session: Session) -> Reconstruction:
+    """What the attacker reconstructs from what it sees."""
+    found = cases.attack_on(seen, progress=session.progress)
+    if found.interrupted:
+        raise KeyboardInterrupt
+    return found
 
 
 def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction]:
     """What the attacker sees of the victims, and what it reconstructs from that."""
-    seen = observed(case, session)
-    found = cases.attack_on(seen, progress=session.progress)
-    if found.interrupted:
-        raise KeyboardInterrupt
-    return seen, found
+    seen = cases.observe(fitted_case(case, session))
+    return seen, attack_seen(seen, session)
 
 
 def matched_to_originals(victims: Victims, found: Tensor, *others: Tensor) -> list[Tensor]:

@@ -23,7 +23,18 @@ from gradveil.metrics import Gallery, reidentification_rate
 from gradveil.models import face_embedding
 from gradveil.models import generator as generators
 from gradveil.update import Rounds
-from kinds import Row, Session, attack_row, build, dataset_of, figures, matched_to_originals, observed, victims_of
+from kinds import (
+    Row,
+    Session,
+    attack_row,
+    attack_seen,
+    build,
+    dataset_of,
+    figures,
+    fitted_case,
+    matched_to_originals,
+    victims_of,
+)
 from pinned import load
 
 embedding = cache(face_embedding.load)
@@ -59,16 +70,14 @@ def recognised(case: Row, victims: Victims, found: Tensor) -> Row:
 
 def face_attack(case: Row, session: Session) -> Row:
     """Attack the victims' updates, or noise in their place, and look the faces up."""
-    seen = observed(case, session)
+    seen = cases.observe(fitted_case(case, session))
     if case.get("update") == "noise":
         noise = [
             Rounds([(task, noise_like(update, seen.case.randomness("control", number))) for task, update in rounds])
             for number, rounds in enumerate(seen.seen)
         ]
         seen = replace(seen, seen=noise)
-    found = cases.attack_on(seen, progress=session.progress)
-    if found.interrupted:
-        raise KeyboardInterrupt
+    found = attack_seen(seen, session)
     return {**attack_row(case, seen, found), **recognised(case, seen.case.victims, found.inputs)}
 
 

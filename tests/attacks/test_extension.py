@@ -145,7 +145,7 @@ class NearestPublic(Attack):
     limit: int = integer(100, low=1)
     learned: Tensors | None = state()
 
-    def learn(self, task, threat, generator, progress):
+    def learn(self, task, threat, learning):
         inputs, labels = (value[: self.limit] for value in threat.public)
         gradients = task.per_example_gradients(inputs, labels)
         rows = torch.cat([value.flatten(1) for value in gradients.values()], 1)

@@ -7,6 +7,7 @@ import torch
 
 import gradveil
 from gradveil.attacks._learned import learned_digest
+from gradveil.attacks._simulation import SimulatedClients
 from gradveil.attacks.lti import LTI
 
 ATTACK = gradveil.attack("lti:form=linear,draws=2,directions=8")
@@ -40,6 +41,37 @@ def test_an_attack_learns_once(task, threat, tmp_path, monkeypatch):
     [file] = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[:-3])
     assert ATTACK.fit(task, threat, generator=seeded(), cache=tmp_path) == fitted
+
+
+@pytest.mark.parametrize("spec", ["lti:draws=2,directions=8,epochs=2,hidden=8", "mjolnir:directions=8,epochs=2,tv=0"])
+def test_an_interrupted_attack_goes_on_where_it_was_and_ends_the_same(task, threat, tmp_path, monkeypatch, spec):
+    attack = gradveil.attack(spec)
+    monkeypatch.setattr(SimulatedClients, "chunk", lambda _self, _batch_size: 9)
+    expected = attack.fit(task, threat, generator=seeded())
+    draws, simulated = SimulatedClients.draws, []
+
+    def counted(self, groups, seeds):
+        simulated.append(len(groups))
+        if len(simulated) == limit:
+            raise KeyboardInterrupt
+        return draws(self, groups, seeds)
+
+    monkeypatch.setattr(SimulatedClients, "draws", counted)
+    limit = 18
+    with pytest.raises(KeyboardInterrupt):
+        attack.fit(task, threat, generator=seeded(), cache=tmp_path)
+    limit = None
+    kept = sorted(tmp_path.iterdir())
+    assert len(kept) > 3
+    kept[1].write_bytes(b"damaged")
+    reports = []
+    again = attack.fit(task, threat, generator=seeded(), cache=tmp_path, progress=lambda *at: reports.append(at))
+    assert again == expected
+    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+    assert reports[-1][0] == reports[-1][1]
+    resumed = len(simulated) - 18
+    attack.fit(task, threat, generator=seeded(), cache=tmp_path / "anew")
+    assert resumed < len(simulated) - 18 - resumed
 
 
 def test_everything_that_decides_what_is_learned_is_in_the_digest(task, threat):

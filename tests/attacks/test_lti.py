@@ -15,6 +15,7 @@ from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, 
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out
 from gradveil.core.errors import ThreatModelError
+from gradveil.modality.image import Image
 
 SIDE = 6
 
@@ -187,26 +188,39 @@ def test_the_noise_of_a_few_draws_is_removed_and_what_a_defense_changes_is_kept(
     assert (alone - truth[:, :20]).square().mean() < 0.1
 
 
-def test_the_sketch_keeps_inner_products(small, monkeypatch):
+def test_the_values_that_differ_most_within_a_class_are_kept(small, monkeypatch):
     task, public, _ = small
-    exact = Coordinates(task, 0).rows(task.per_example_gradients(*public))
-    monkeypatch.setattr(_reduction, "EXACT_SIZE", 10)
-    monkeypatch.setattr(_reduction, "SKETCH_SIZE", 128)
     gradients = task.per_example_gradients(*public)
-    products = torch.stack([Coordinates(task, seed).rows(gradients) for seed in range(200)])
-    products = products @ products.mT
-    wanted = exact @ exact.T
-    assert Coordinates(task, 0).width == 128
-    assert (products.mean(0) - wanted).norm() < 0.05 * wanted.norm()
+    everything = Coordinates(task, None).rows(gradients)
+    variances = torch.stack([everything[public[1] == label].var(0) for label in range(2)]).mean(0)
+    monkeypatch.setattr(_reduction, "EXACT_SIZE", 40)
+    monkeypatch.setattr(_reduction, "_PAIRS", 200)
+    clients = SimulatedClients(task, gradveil.defense("gaussian-noise:std=5"), public)
+    chosen = Coordinates.most_telling(clients, torch.arange(400)[:, None], public[1], seeded(0))
+    assert chosen.width == 40
+    torch.testing.assert_close(chosen.rows(gradients), everything[:, chosen.places])
+    assert variances[chosen.places].sum() > 0.97 * variances.topk(40).values.sum()
+    again = Coordinates.of_learned(task, chosen.learned)
+    assert torch.equal(again.rows(gradients), chosen.rows(gradients))
 
 
-def test_hashed_updates_give_nearly_as_much(small, monkeypatch):
-    _, exact = attacked(small, "none")
-    monkeypatch.setattr(_reduction, "EXACT_SIZE", 10)
-    monkeypatch.setattr(_reduction, "SKETCH_SIZE", 128)
-    fitted, hashed = attacked(small, "none")
-    assert fitted.learned["directions"].shape[0] == 128
-    assert hashed > exact - 1.5
+def test_small_updates_are_used_as_they_are(small):
+    task, public, _ = small
+    clients = SimulatedClients(task, gradveil.defense("none"), public)
+    chosen = Coordinates.most_telling(clients, torch.arange(400)[:, None], public[1], seeded(0))
+    assert chosen.places is None
+    assert chosen.learned == {}
+    gradients = task.per_example_gradients(*public)
+    assert all(torch.equal(value, gradients[name]) for name, value in chosen.updates(chosen.rows(gradients)).items())
+
+
+def test_under_noise_half_of_the_values_give_nearly_as_much(small, monkeypatch):
+    _, exact = attacked(small, "gaussian-noise:std=0.05")
+    monkeypatch.setattr(_reduction, "EXACT_SIZE", 80)
+    fitted, some = attacked(small, "gaussian-noise:std=0.05")
+    assert fitted.learned["directions"].shape[0] == 80
+    assert exact + 1.5 > some > exact - 1.5
+    assert some > blind(small) + 1
 
 
 # -- the linear rung ---------------------------------------------------------------------------------------------
@@ -286,6 +300,58 @@ def test_the_network_is_never_worse_on_held_out_inputs_and_here_better(small):
     assert int(network.learned["steps"]) > 0
 
 
+def test_the_first_rung_of_a_network_is_the_linear_form(small):
+    task, public, victims = small
+    linear, _ = attacked(small, "gaussian-noise:std=0.05", "lti:form=linear,draws=4")
+    network, _ = attacked(small, "gaussian-noise:std=0.05", "lti:draws=4,epochs=2")
+    defense = gradveil.defense("gaussian-noise:std=0.05")
+    threat = gradveil.ThreatModel(public=public, defense=defense, adaptive=True)
+    updates = share(task, defense, victims)
+    found = [attack.reconstruct(task, updates, threat) for attack in (linear, network.first_rung(), network)]
+    assert torch.equal(found[0].inputs, found[1].inputs)
+    assert torch.equal(found[0].loss, found[1].loss)
+    assert not torch.equal(found[0].inputs, found[2].inputs)
+    with pytest.raises(ThreatModelError, match="lti: must be fitted first"):
+        gradveil.attack("lti").first_rung()
+
+
+class Unbounded(Image):
+    """Images that do not declare their range."""
+
+    bounds = None
+
+    def project(self, inputs):
+        return inputs.clamp(0, 1)
+
+
+def test_inputs_with_bounds_are_predicted_by_their_logits(small):
+    """At random weights the network predicts values inside the bounds; without bounds, values outside them too."""
+    _, public, _ = small
+    features, shares = 10 * torch.randn(50, 4, generator=seeded(0)), torch.ones(50, 1)
+    guesses = public[0][:50].flatten(1)[:, None]
+    bounded, free = (
+        _inverse.Network.untrained(torch.ones(4), 1, guesses.shape[-1], 8, bounds, seeded(1))
+        for bounds in ((-1.0, 3.0), None)
+    )
+    inside, outside = (network(features, shares, guesses) for network in (bounded, free))
+    moved = outside - guesses
+    expected = -1 + 4 * torch.sigmoid(torch.logit(((guesses + 1) / 4).clamp(0.01, 0.99)) + moved)
+    torch.testing.assert_close(inside, expected, rtol=1e-4, atol=1e-5)
+    assert outside.min() < -1
+    shifted = (guesses + 1) / 4
+    cross_entropy = nn.functional.binary_cross_entropy((inside + 1) / 4, shifted)
+    torch.testing.assert_close(bounded.loss(features, shares, guesses, guesses), cross_entropy, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(free.loss(features, shares, guesses, guesses), moved.square().mean())
+
+
+def test_a_network_learns_inputs_without_bounds(small):
+    task, public, victims = small
+    model = task.copy_model()
+    unbounded = gradveil.Task(model, input_shape=task.input_shape, classes=2, modality=Unbounded())
+    _, psnr = attacked((unbounded, public, victims), "gaussian-noise:std=0.05", "lti:draws=4,epochs=15")
+    assert psnr > blind(small) + 1
+
+
 def test_a_network_that_only_gets_worse_is_dropped(small, monkeypatch):
     monkeypatch.setattr(_inverse, "LEARNING_RATE", 1e3)
     linear, psnr = attacked(small, "none", "lti:form=linear")
@@ -320,7 +386,7 @@ def test_examples_are_assigned_to_the_nearest_predictions(generator):
     found = truth.gather(1, order[..., None].expand_as(truth)) + 0.01
     torch.testing.assert_close(assigned(found, truth), found - 0.01)
     examples = Examples(torch.zeros(1, 6, 1), torch.ones(6, 1), found, torch.arange(24).view(6, 4), truth.flatten(0, 1))
-    assert error_of(lambda features, _shares: torch.zeros(len(features), 36), examples) == pytest.approx(1e-4, rel=1e-3)
+    assert error_of(lambda _features, _shares, guesses: guesses, examples) == pytest.approx(1e-4, rel=1e-3)
 
 
 @pytest.mark.parametrize("attack", ["lti:form=linear", "lti:epochs=2"])

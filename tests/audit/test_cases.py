@@ -221,7 +221,7 @@ def nearest(monkeypatch):
         paper, needs_public, finds_labels = "-", True, True
         learned: Tensors | None = state()
 
-        def learn(self, task, threat, generator, progress):
+        def learn(self, task, threat, learning):
             fitted.append(threat.defense.name)
             inputs, labels = threat.public
             return replace(self, learned=Tensors({"inputs": inputs, **task.per_example_gradients(inputs, labels)}))

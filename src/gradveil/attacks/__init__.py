@@ -4,6 +4,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
 
+from gradveil.attacks._learned import Learning
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Findings, Reconstruction, RecoveredUpdate
 from gradveil.attacks.problem import Problem
@@ -14,7 +15,17 @@ from gradveil.core.registry import parse_spec
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["ATTACKS", "Attack", "Findings", "Problem", "Reconstruction", "RecoveredUpdate", "ThreatModel", "create"]
+__all__ = [
+    "ATTACKS",
+    "Attack",
+    "Findings",
+    "Learning",
+    "Problem",
+    "Reconstruction",
+    "RecoveredUpdate",
+    "ThreatModel",
+    "create",
+]
 
 
 def create(spec: str, /, **parameters: Any) -> Attack:

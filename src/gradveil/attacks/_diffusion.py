@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradveil.attacks._inverse import MINIBATCH, PATIENCE, Network
+from gradveil.attacks._inverse import MINIBATCH, PATIENCE, untrained_layers
 
 HIDDEN = 1024
 LEARNING_RATE = 1e-3
@@ -123,8 +123,8 @@ class Denoiser:
         cls, profile: Tensor, levels: tuple[float, float], classes: int, generator: torch.Generator
     ) -> "Denoiser":
         """A network with random weights that adds little to the linear estimate."""
-        equal = torch.ones_like(profile)
-        layers = Network.untrained(equal, classes + EMBEDDED, len(profile), HIDDEN, generator).layers
+        inputs = len(profile) + classes + EMBEDDED
+        layers = untrained_layers([inputs, HIDDEN, HIDDEN, len(profile)], generator)
         return cls(profile, levels, [*layers[:-2], *(SMALL * layer for layer in layers[-2:])])
 
     def signal(self, levels: Tensor) -> Tensor:

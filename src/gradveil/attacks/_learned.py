@@ -1,5 +1,5 @@
 """What attacks have learned, on disk: found again by everything it depends on, so that an interrupted audit need not
-learn it twice.
+learn it twice; and what an interrupted attack had learned so far.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradveil._version import __version__
+from gradveil.attacks.problem import Progress
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import DataError
 from gradveil.core.folders import prepare_folder
@@ -22,11 +23,66 @@ from gradveil.task import Task
 
 A = TypeVar("A")
 
+_STATE = "state of the generator"
+
 _PROBED = 2  # public inputs whose gradients tell models apart that differ in more than their weights
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Learning:
+    """How an attack learns: its randomness, to whom it reports, and where it keeps the parts that it has finished.
+
+    Args:
+        generator: the attacker's randomness.
+        progress: called with (steps done, total steps, seconds left).
+        kept: the file to which what was learned will be written; finished parts lie beside it until then. None:
+            nothing is kept.
+
+    Example:
+        >>> Learning(torch.manual_seed(0)).once("a-part", lambda: {"ones": torch.ones(2)})
+        {'ones': tensor([1., 1.])}
+    """
+
+    generator: torch.Generator
+    progress: Progress = None
+    kept: Path | None = None
+
+    def once(self, part: str, compute: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of a part of the learning, computed unless an interrupted attempt has already finished it.
+
+        The generator ends in the same state either way, so that what follows does not depend on interruptions.
+
+        Args:
+            part: its name, unique within the learning, of letters, digits and hyphens.
+            compute: computes it, with random numbers from the generator only.
+        """
+        if self.kept is None:
+            return compute()
+        path = self.kept.with_suffix(f".{part}")
+        if path.exists():
+            try:
+                found, _ = load(path)
+                state = found.pop(_STATE)
+            except (DataError, LookupError):
+                path.unlink()
+            else:
+                self.generator.set_state(state)
+                return {name: value.to(self.generator.device) for name, value in found.items()}
+        computed = compute()
+        tensors = {name: value.detach().cpu() for name, value in computed.items()}
+        save_atomically(path, {**tensors, _STATE: self.generator.get_state()}, part)
+        return computed
+
+    def discard(self) -> None:
+        """Remove what was kept of parts, once all are finished."""
+        if self.kept is not None:
+            for path in self.kept.parent.glob(f"{self.kept.stem}.*"):
+                if path != self.kept:
+                    path.unlink()
+
+
 def learned_once(
-    attack: A, task: Task, threat: ThreatModel, generator: torch.Generator, folder: Path, learn: Callable[[], A]
+    attack: A, task: Task, threat: ThreatModel, learning: Learning, folder: Path, learn: Callable[[Learning], A]
 ) -> A:
     """The fitted attack: read from `folder`, or learned and written there.
 
@@ -37,19 +93,20 @@ def learned_once(
         attack: the attack before it has learned anything.
         task: the model that the victims will be sent.
         threat: what the attacker may know.
-        generator: the attacker's randomness; it is not used if the file is there.
+        learning: the attacker's randomness, which is not used if the file is there, and its progress.
         folder: where files are kept; made if it is missing.
         learn: does the learning.
     """
     assert threat.public is not None
     prepare_folder(folder, "learned attacks")
-    path = folder / f"{learned_digest(attack, task, threat, generator)}.safetensors"
+    path = folder / f"{learned_digest(attack, task, threat, learning.generator)}.safetensors"
     if path.exists():
         try:
             return _read(attack, path, task.device)
         except DataError:
             path.unlink()
-    fitted = learn()
+    learning = dataclasses.replace(learning, kept=path)
+    fitted = learn(learning)
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}
     for name in state_fields(fitted):
@@ -60,6 +117,7 @@ def learned_once(
         else:
             about[name] = {"value": value}
     save_atomically(path, tensors, about)
+    learning.discard()
     return fitted
 
 

@@ -1,5 +1,5 @@
-"""From updates of any size to a few hundred features: flatten or hash the values, then project on the directions in
-which updates of public inputs differ.
+"""From updates of any size to a few hundred features: choose the values that say most, then project on the directions
+in which updates of public inputs differ.
 """
 
 from collections.abc import Mapping
@@ -8,74 +8,102 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gradveil.core.randomness import derived_generator
+from gradveil.attacks._simulation import SimulatedClients, draw_seeds
 from gradveil.task import Gradients, Task
 
 EXACT_SIZE = 1 << 16
-"""Updates with more values than this are hashed first."""
-SKETCH_SIZE = 1 << 15
-"""The number of sums that a large update is hashed to."""
+"""Of updates with more values than this, only so many are used."""
+_PLACES = "places"
+_PAIRS = 32
+"""Pairs of clients whose updates tell which values those are."""
 _LEAST_VARIANCE = 1e-10
 """Directions with less variance than this, relative to the first, are rounding errors."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    r"""An update as one row: its values themselves or, if there are too many, :math:`m` signed sums of them.
-
-    .. math:: s_j = \sum_{i: h(i) = j} \sigma_i u_i, \qquad h(i) \in \{1, ..., m\}, \ \sigma_i = \pm 1 \text{ at random}
-
-    Inner products of updates stay the same in expectation (Charikar, Chen and Farach-Colton, 2002), but independent
-    noise is summed too: against noise on each of d values, every feature has d / m times its variance.
+    """An update as one row: its values or, if there are too many, some of them.
 
     Args:
         task: the model whose updates are meant.
-        seed: seed of the hash; the same seed gives the same sums.
+        places: the places of the values in the flattened update, in ascending order; None: all of them.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
-        >>> Coordinates(task, seed=0).rows({"weight": torch.ones(3, 2, 2), "bias": torch.zeros(3, 2)})[0].tolist()
-        [1.0, 1.0, 1.0, 1.0, 0.0, 0.0]
+        >>> updates = {"weight": torch.arange(12.0).view(3, 2, 2), "bias": torch.zeros(3, 2)}
+        >>> Coordinates(task, None).rows(updates)[0].tolist()
+        [0.0, 1.0, 2.0, 3.0, 0.0, 0.0]
+        >>> Coordinates(task, torch.tensor([1, 3, 4])).rows(updates)[0].tolist()
+        [1.0, 3.0, 0.0]
     """
 
     task: Task
-    seed: int
-    _buckets: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
-    _signs: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    places: Tensor | None
+    _places_of: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if not self.hashed:
+        if self.places is None:
             return
+        first = 0
         for name, value in self.task.parameters.items():
-            generator = derived_generator(self.seed, "sketch", name)
-            buckets = torch.randint(SKETCH_SIZE, (value.numel(),), generator=generator, dtype=torch.int32)
-            signs = torch.randint(2, (value.numel(),), generator=generator, dtype=torch.int8) * 2 - 1
-            self._buckets[name], self._signs[name] = buckets.to(value.device), signs.to(value.device)
+            here = (self.places >= first) & (self.places < first + value.numel())
+            self._places_of[name] = (self.places[here] - first).to(value.device)
+            first += value.numel()
+
+    @classmethod
+    def most_telling(
+        cls, clients: SimulatedClients, groups: Tensor, kinds: Tensor, generator: torch.Generator
+    ) -> "Coordinates":
+        r"""All values or, if there are more than `EXACT_SIZE`, those that differ most between clients of one class.
+
+        Noise of a defense is the same on every value that is kept, so these have the most signal in it. Sums of many
+        values (a hash, or a random projection) would add up their noise too: on a resnet18, a hash to half as many sums
+        has 340 times the noise on each of them, and the values kept here have a third of all signal.
+
+        Args:
+            clients: the clients to simulate, undefended.
+            groups: ``[clients, batch size]``, their examples.
+            kinds: the class of each public input.
+            generator: the attacker's randomness.
+        """
+        task = clients.task
+        if task.size <= EXACT_SIZE:
+            return cls(task, None)
+        order = torch.randperm(len(groups), generator=generator, device=generator.device).to(groups.device)
+        chosen = groups[order[: 2 * _PAIRS]]
+        # Neighbours in the order of their classes mostly have the same one, whose mean then drops out.
+        chosen = chosen[kinds[chosen[:, 0]].argsort(stable=True)]
+        squares = torch.zeros(task.size, device=task.device)
+        for pair in torch.split(chosen[: len(chosen) // 2 * 2], 2):
+            updates = clients.undefended(pair, draw_seeds(1, 2, generator))
+            squares += torch.cat([(value[0] - value[1]).flatten().float().square() for value in updates.values()])
+        return cls(task, squares.topk(EXACT_SIZE).indices.sort().values)
 
     @property
-    def hashed(self) -> bool:
-        """Whether the values are hashed."""
-        return self.task.size > EXACT_SIZE
+    def learned(self) -> dict[str, Tensor]:
+        """What to keep of them, for `of_learned`."""
+        return {} if self.places is None else {_PLACES: self.places}
+
+    @classmethod
+    def of_learned(cls, task: Task, learned: Mapping[str, Tensor]) -> "Coordinates":
+        """Those that were kept among what an attack has learned."""
+        return cls(task, learned.get(_PLACES))
 
     @property
     def width(self) -> int:
         """The length of a row."""
-        return SKETCH_SIZE if self.hashed else self.task.size
+        return self.task.size if self.places is None else len(self.places)
 
     def rows(self, updates: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """Updates ``[clients, *parameter shape]`` by name as rows ``[clients, width]``; differentiable, vmap-able."""
-        flat = {name: updates[name].flatten(1).to(dtype) for name in self.task.parameters}
-        if not self.hashed:
-            return torch.cat(list(flat.values()), 1)
-        clients = len(next(iter(flat.values())))
-        result = torch.zeros(clients, SKETCH_SIZE, dtype=dtype, device=self.task.device)
-        for name, values in flat.items():
-            result = result.index_add(1, self._buckets[name], values * self._signs[name])
-        return result
+        flat = {name: updates[name].flatten(1) for name in self.task.parameters}
+        if self.places is not None:
+            flat = {name: values[:, self._places_of[name]] for name, values in flat.items()}
+        return torch.cat([values.to(dtype) for values in flat.values()], 1)
 
     def updates(self, rows: Tensor) -> Gradients:
-        """The updates ``[clients, *parameter shape]`` by name that have these rows; hashed ones cannot be told."""
-        assert not self.hashed
+        """The updates ``[clients, *parameter shape]`` by name that have these rows, which must have all values."""
+        assert self.places is None
         sizes = [value.numel() for value in self.task.parameters.values()]
         parts = zip(self.task.parameters.items(), torch.split(rows, sizes, 1), strict=True)
         return {name: part.reshape(len(rows), *value.shape).to(value) for (name, value), part in parts}

@@ -10,7 +10,7 @@ import torch
 
 from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks._labels import check_inferable, find_labels
-from gradveil.attacks._learned import learned_once
+from gradveil.attacks._learned import Learning, learned_once
 from gradveil.attacks._restarts import best_of
 from gradveil.attacks.findings import Findings, Reconstruction
 from gradveil.attacks.problem import Observed, Problem, Progress, granted_public, observed_rounds
@@ -62,18 +62,19 @@ class Attack(Method, ABC):
             threat: what the attacker may know, including the public data it may learn from.
             generator: the attacker's randomness; default: fresh entropy.
             progress: called with (steps done, total steps, seconds left).
-            cache: a folder of the user's own in which what is learned is kept and found again; None: it is not kept.
+            cache: a folder of the user's own in which what is learned is kept and found again, also what an interrupted
+                attempt has learned so far; None: nothing is kept.
         """
         self.check_threat(task, threat)
         if threat.public is not None:
             threat = replace(threat, public=granted_public(self.name, task, threat))
-        generator = generator or fresh_generator(task.device)
-        learn = partial(self.learn, task, threat, generator, progress)
+        learning = Learning(generator or fresh_generator(task.device), progress)
+        learn = partial(self.learn, task, threat)
         if cache is None or threat.public is None or not state_fields(self):
-            return learn()
-        return learned_once(self, task, threat, generator, cache, learn)
+            return learn(learning)
+        return learned_once(self, task, threat, learning, cache, learn)
 
-    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Do the learning for `fit`: return a copy whose `parameters.state` fields hold what was learned."""
         return self
 

@@ -2,13 +2,15 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from time import perf_counter
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks._inverse import Examples, Network, fit_linear, gains_of, train_network
+from gradveil.attacks._inverse import Examples, Network, apply_linear, fit_linear, gains_of, train_network
+from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
@@ -25,13 +27,15 @@ from gradveil.attacks._simulation import (
 )
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
-from gradveil.attacks.problem import Problem, Progress
+from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import choice, integer, number, state
 from gradveil.core.tensors import Tensors
 from gradveil.task import Task
 
+LAYER = "layer "
+"""How the names of the network's weights begin among what was learned."""
 NETWORK_OUTPUTS = 1 << 15
 """The most values behind an update that the network predicts; its last layer then takes 512 MiB while it is trained."""
 
@@ -51,16 +55,17 @@ class LTI(Attack):
     square root of the share that is signal.
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
-    ``form=network`` is a perceptron with two hidden layers of GELUs, trained with AdamW in mini-batches of 128. A tenth
-    of the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the
-    linear map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and
-    an error counts after the best assignment of predicted to true examples.
+    ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
+    the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). A tenth of
+    the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear
+    map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
+    counts after the best assignment of predicted to true examples.
 
-    Updates of more than 65,536 values are first hashed to 32,768 signed sums, client by client. That costs nothing
-    undefended but raises the noise of a defense (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and
-    two of them are never needed at once; together with a quarter of a GiB for the clients that are simulated at a time,
-    learning stays below 1 GiB beyond the public inputs. If `draws` times the clients do not fit into a table, there are
-    fewer draws, and at last fewer clients.
+    Of updates with more than 65,536 values, only so many are used: those that differ most between undefended clients of
+    one class (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and two of them are never needed at
+    once; together with a quarter of a GiB for the clients that are simulated at a time, learning stays below 1 GiB
+    beyond the public inputs. If `draws` times the clients do not fit into a table, there are fewer draws, and at last
+    fewer clients.
 
     Of a defense that announces, the attacker expects an honest announcement by another client. Clients are in their
     first round, and of several observed rounds only the first is attacked. Under secure aggregation, all examples
@@ -124,54 +129,58 @@ class LTI(Attack):
             )
 
     @torch.no_grad()
-    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Simulate clients, reduce their updates to features, and fit the maps from features to inputs."""
         assert threat.public is not None
+        generator = learning.generator
         inputs, labels = threat.public
         kinds, classes = kinds_of(task, labels, 1)
         clients = SimulatedClients.of(task, threat)
         parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        learning = learning[: MEMORY_VALUES // self.directions]
-        draws = self.draws if clients.are_random(learning) else 1
-        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
-        coordinates = Coordinates(
-            task, seed=int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
-        )
-        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        taught = taught[: MEMORY_VALUES // self.directions]
+        draws = self.draws if clients.are_random(taught) else 1
+        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
+        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
+        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "network"
         steps = Steps(
-            progress, draws * len(subset) + kept * len(learning) + len(held) + network * self.epochs * len(learning)
+            learning.progress,
+            draws * len(subset) + kept * len(taught) + len(held) + network * self.epochs * len(taught),
         )
 
         flat = inputs.flatten(1).float()
         means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
         directions = self._directions(
-            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, generator, steps
+            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, learning, steps
         )
 
-        def features_of(groups: Tensor, count: int) -> Tensor:
+        def features_of(whose: str, groups: Tensor, count: int) -> Tensor:
+            def simulate(part: Tensor) -> dict[str, Tensor]:
+                drawn = clients.draws(part, draw_seeds(count, len(part), generator))
+                return {"features": torch.stack([coordinates.rows(updates) @ directions for updates in drawn])}
+
             table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
             done = 0
             for part in torch.split(groups, clients.chunk(threat.batch_size)):
-                for draw, updates in enumerate(clients.draws(part, draw_seeds(count, len(part), generator))):
-                    table[draw, done : done + len(part)] = coordinates.rows(updates) @ directions
-                    steps.add(len(part))
+                found = learning.once(f"{whose}-{done}", partial(simulate, part))
+                table[:, done : done + len(part)] = found["features"]
+                steps.add(count * len(part))
                 done += len(part)
             return table
 
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, shares_of(kinds[groups], classes), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of(learning, kept), shares_of(kinds[learning], classes)
+        features, shares = features_of("taught", taught, kept), shares_of(kinds[taught], classes)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
         features /= scale
-        known = examples(learning, features)
-        unseen = examples(held, (features_of(held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
+        known = examples(taught, features)
+        unseen = examples(held, (features_of("held", held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
         linear, error = fit_linear(known, unseen)
-        gains = gains_of(features)
+        linear_error, gains = error, gains_of(features)
         layers: dict[str, Tensor] = {}
         taken = 0
         if network:
@@ -179,13 +188,13 @@ class LTI(Attack):
                 limit, begun = self.seconds or float("inf"), perf_counter()
 
                 def go_on(_epochs: int) -> bool:
-                    steps.add(len(learning))
+                    steps.add(len(taught))
                     return perf_counter() - begun < limit
 
-                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, generator)
+                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator)
                 trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
             error, taken = trained.error, trained.steps
-            layers = {f"layer {n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
+            layers = {f"{LAYER}{n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
         steps.finish()
         learned = {
             "directions": directions,
@@ -195,11 +204,20 @@ class LTI(Attack):
             "means": means,
             "linear": linear,
             **layers,
-            "hash seed": torch.tensor(coordinates.seed),
+            **coordinates.learned,
+            "linear error": torch.tensor(linear_error, dtype=torch.float64),
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
         }
         return replace(self, learned=Tensors(learned), fitted_for=setting_of(task, threat))
+
+    def first_rung(self) -> Self:
+        """The fitted attack with only its linear map, which was fitted on the way to the network."""
+        if self.learned is None:
+            raise ThreatModelError(f"{self.name}: must be fitted first; use attack = attack.fit(task, threat)")
+        kept = {name: value for name, value in self.learned.items() if not name.startswith(LAYER)}
+        known = {**kept, "error": self.learned["linear error"], "steps": torch.tensor(0)}
+        return replace(self, learned=Tensors(known))
 
     def _directions(
         self,
@@ -208,7 +226,7 @@ class LTI(Attack):
         groups: Tensor,
         shares: Tensor,
         draws: int,
-        generator: torch.Generator,
+        learning: Learning,
         steps: Steps,
     ) -> Tensor:
         """The principal directions of what clients send on average over the draws.
@@ -219,16 +237,27 @@ class LTI(Attack):
         rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
         undefended = torch.zeros_like(rows) if draws > 1 else None
         squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
+
+        def simulate(part: Tensor) -> dict[str, Tensor]:
+            mean, power = rows.new_zeros(len(part), coordinates.width), torch.zeros_like(squares)
+            for updates in clients.draws(part, draw_seeds(draws, len(part), learning.generator)):
+                drawn = coordinates.rows(updates)
+                mean += drawn / draws
+                power += drawn.square().sum(0, dtype=torch.float64)
+            if undefended is None:
+                return {"mean": mean, "power": power}
+            honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
+            return {"mean": mean, "power": power, "undefended": coordinates.rows(honest)}
+
         done = 0
         for part in torch.split(groups, clients.chunk(groups.shape[1])):
             here = slice(done, done + len(part))
-            for updates in clients.draws(part, draw_seeds(draws, len(part), generator)):
-                drawn = coordinates.rows(updates)
-                rows[here] += drawn / draws
-                squares += drawn.square().sum(0, dtype=torch.float64)
-                steps.add(len(part))
+            found = learning.once(f"directions-{done}", partial(simulate, part))
+            rows[here] = found["mean"]
+            squares += found["power"]
             if undefended is not None:
-                undefended[here] = coordinates.rows(clients.undefended(part, draw_seeds(1, len(part), generator)))
+                undefended[here] = found["undefended"]
+            steps.add(draws * len(part))
             done += len(part)
         if undefended is not None:
             noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
@@ -252,11 +281,14 @@ class LTI(Attack):
         kinds = kinds.gather(1, order)
         labels = torch.stack([row[places] for row, places in zip(problem.labels, order, strict=True)])
         shares = shares_of(kinds, classes)
-        rows = Coordinates(task, int(learned["hash seed"])).rows(problem.updates)
+        rows = Coordinates.of_learned(task, learned).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
-        layers = [value for name, value in learned.items() if name.startswith("layer")]
-        predicted = Network(learned["gains"], layers)(features, shares) if layers else features @ learned["linear"]
-        found = learned["means"][kinds] + predicted.view(*kinds.shape, -1)
+        layers = [value for name, value in learned.items() if name.startswith(LAYER)]
+        guesses = learned["means"][kinds]
+        if layers:
+            found = Network(learned["gains"], layers, task.modality.bounds)(features, shares, guesses)
+        else:
+            found = apply_linear(learned["linear"], features, shares, guesses)
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
         steps = torch.full((problem.victims,), int(learned["steps"]))
         return Reconstruction(inputs, labels, learned["error"].expand(problem.victims).clone(), steps)

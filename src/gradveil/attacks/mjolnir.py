@@ -1,6 +1,7 @@
 """Mjolnir: remove the noise from an update with a diffusion model of public gradients, then match what is left."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Self
 
 import torch
@@ -18,7 +19,8 @@ from gradveil.attacks._diffusion import (
     train_denoiser,
 )
 from gradveil.attacks._inverse import Examples, fit_linear
-from gradveil.attacks._reduction import EXACT_SIZE, Coordinates, centres_of, principal_directions
+from gradveil.attacks._learned import Learning
+from gradveil.attacks._reduction import Coordinates, centres_of, principal_directions
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
     SUBSET,
@@ -36,7 +38,7 @@ from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction, RecoveredUpdate
 from gradveil.attacks.inverting_gradients import SMOOTHING, near_the_middle
 from gradveil.attacks.matching import LBFGS, ROUNDING, SQUARED, Distance, Matching, check_prior, match
-from gradveil.attacks.problem import Problem, Progress
+from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import choice, integer, number, state
@@ -78,10 +80,10 @@ class Mjolnir(Attack):
     The denoised features are matched where they are, by L-BFGS. Held-out public inputs say how much of a coordinate
     denoising keeps on average (b), and how large the errors are that remain (v, after the rotation R that makes them
     uncorrelated), so that what is uncertain counts little. Outside the basis, a candidate's gradient should be that of
-    the class mean (:math:`v_0` is the variance of the last direction). That also works with hashed updates, which
-    cannot be mapped back.
+    the class mean (:math:`v_0` is the variance of the last direction). That also works with updates of
+    which only some values are used.
 
-    Updates of more than 65,536 values are hashed to 32,768 sums first (`_reduction.Coordinates`). Clients are in their
+    Of updates with more than 65,536 values only so many are used (`_reduction.Coordinates`). Clients are in their
     first round. What was learned holds for one model at these weights and one setting; anything else is refused.
 
     Args:
@@ -147,30 +149,32 @@ class Mjolnir(Attack):
             check_prior(self.name, "tv", task)
 
     @torch.no_grad()
-    def learn(self, task: Task, threat: ThreatModel, generator: torch.Generator, progress: Progress) -> Self:
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Simulate clients, reduce their updates to features, learn what the defense does to them and to undo it."""
         assert threat.public is not None
+        generator = learning.generator
         inputs, labels = threat.public
         kinds, classes = kinds_of(task, labels, 1)
         clients = SimulatedClients.of(task, threat)
         parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        learning, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        learning = learning[: MEMORY_VALUES // self.directions]
+        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        taught = taught[: MEMORY_VALUES // self.directions]
         draws = 0
         if threat.adaptive:
-            draws = self.draws if clients.are_random(learning) else 1
-            draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(learning))))
+            draws = self.draws if clients.are_random(taught) else 1
+            draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         seed = int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
-        coordinates = Coordinates(task, seed)
-        subset = learning[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
+        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
         network = self.form == "diffusion"
-        simulated = len(subset) + (1 + draws) * (len(learning) + len(held))
-        steps = Steps(progress, simulated + network * self.epochs * len(learning))
+        simulated = len(subset) + (1 + draws) * (len(taught) + len(held))
+        steps = Steps(learning.progress, simulated + network * self.epochs * len(taught))
 
         basis = self._basis(clients, coordinates, subset, shares_of(kinds[subset], classes), generator, steps)
-        shares, held_shares = (shares_of(kinds[groups], classes) for groups in (learning, held))
-        clean, received, _ = _features(clients, basis, learning, shares, draws, generator, steps)
-        held_clean, held_received, held_outside = _features(clients, basis, held, held_shares, draws, generator, steps)
+        shares, held_shares = (shares_of(kinds[groups], classes) for groups in (taught, held))
+        features_of = partial(_features, clients, basis, draws, learning, steps)
+        clean, received, _ = features_of("taught", taught, shares)
+        held_clean, held_received, held_outside = features_of("held", held, held_shares)
 
         shift = centres_of(clean, shares)  # the basis was centred by fewer clients
         basis = replace(basis, centres=basis.centres + shift @ basis.directions.T)
@@ -208,7 +212,7 @@ class Mjolnir(Attack):
                 generator,
                 at_entry=at_entry,
                 epochs=self.epochs,
-                after_epoch=lambda: steps.add(len(learning)),
+                after_epoch=lambda: steps.add(len(taught)),
             )
             denoiser, error, taken = trained.denoiser, trained.error, trained.steps
         steps.finish()
@@ -234,7 +238,8 @@ class Mjolnir(Attack):
             **reliability,
             "outside": held_outside.mean(),
             "least variance": variances.min().maximum(LEAST_TRUSTED * variances.max()),
-            "hash seed": torch.tensor(seed),
+            **coordinates.learned,
+            "seed": torch.tensor(seed),
             "error": torch.tensor(error, dtype=torch.float64),
             "steps": torch.tensor(taken),
         }
@@ -277,10 +282,10 @@ class Mjolnir(Attack):
         """
         found = self._denoised(problem)
         basis, learned = found.basis, self._learned(problem)
-        if basis.coordinates.hashed:
+        if basis.coordinates.places is not None:
             raise ThreatModelError(
-                f"{self.name}: updates of more than {EXACT_SIZE:,} values are hashed and cannot be mapped back, got "
-                f"{problem.task.size:,}; use reconstruct, which matches them as they are"
+                f"{self.name}: only {basis.coordinates.width:,} values of an update are denoised, got updates with "
+                f"{problem.task.size:,}; use reconstruct, which needs no others"
             )
         rows = found.centres + found.coordinates @ learned["mix"] @ basis.directions.T
         return RecoveredUpdate(basis.coordinates.updates(rows))
@@ -328,7 +333,7 @@ class Mjolnir(Attack):
         learned, task = self._learned(problem), problem.task
         kinds, classes = kinds_of(task, problem.labels, 2)
         shares = shares_of(kinds, classes)
-        basis = _Basis(Coordinates(task, int(learned["hash seed"])), learned["directions"], learned["centres"])
+        basis = _Basis(Coordinates.of_learned(task, learned), learned["directions"], learned["centres"])
         features, outside = basis.features(problem.updates, shares)
         observed = (features - shares @ learned["offsets"]) @ learned["observe"]
         low, high = learned["levels"].tolist()
@@ -353,7 +358,7 @@ class Mjolnir(Attack):
     def _reliability(self, denoiser: Denoiser, levels: Tensor) -> tuple[Tensor, Tensor]:
         """How the denoised coordinates of held-out clients depend on the true ones, at the level of each victim."""
         assert self.learned is not None
-        clean, shares, seed = self.learned["held"], self.learned["held shares"], int(self.learned["hash seed"])
+        clean, shares, seed = self.learned["held"], self.learned["held shares"], int(self.learned["seed"])
         pairs = []
         for level in levels:
             noisy = _made_noisy(denoiser.profile, clean, shares, level.expand(HELD_DRAWS * len(clean)), seed)
@@ -402,24 +407,34 @@ class _Denoised:
 def _features(
     clients: SimulatedClients,
     basis: _Basis,
+    draws: int,
+    learning: Learning,
+    steps: Steps,
+    whose: str,
     groups: Tensor,
     shares: Tensor,
-    draws: int,
-    generator: torch.Generator,
-    steps: Steps,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Undefended features, those of several draws of the defense, and the energy that the undefended ones leave out."""
     clean = torch.empty(len(groups), basis.directions.shape[1], device=groups.device)
     received, outside = clean.new_empty(draws, *clean.shape), clean.new_empty(len(groups))
+
+    def simulate(part: Tensor, of: Tensor) -> dict[str, Tensor]:
+        honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
+        features, left_out = basis.features(honest, of)
+        drawn = clients.draws(part, draw_seeds(draws, len(part), learning.generator))
+        defended = [basis.features(updates, of)[0] for updates in drawn]
+        return {
+            "clean": features,
+            "outside": left_out,
+            "received": torch.stack(defended) if defended else features.new_empty(0, *features.shape),
+        }
+
     done = 0
     for part in torch.split(groups, clients.chunk(groups.shape[1])):
         here = slice(done, done + len(part))
-        undefended = clients.undefended(part, draw_seeds(1, len(part), generator))
-        clean[here], outside[here] = basis.features(undefended, shares[here])
-        steps.add(len(part))
-        for draw, updates in enumerate(clients.draws(part, draw_seeds(draws, len(part), generator))):
-            received[draw, here], _ = basis.features(updates, shares[here])
-            steps.add(len(part))
+        found = learning.once(f"{whose}-{done}", partial(simulate, part, shares[here]))
+        clean[here], outside[here], received[:, here] = found["clean"], found["outside"], found["received"]
+        steps.add((1 + draws) * len(part))
         done += len(part)
     return clean, received, outside
 

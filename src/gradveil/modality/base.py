@@ -31,6 +31,8 @@ class Modality(ABC):
     """The metric by which attacks are ranked."""
     dimensions: ClassVar[int | None] = None
     """How many dimensions an input has; None if any number is allowed."""
+    bounds: ClassVar[tuple[float, float] | None] = None
+    """The range in which every value of an input lies; None if there is none that all values share."""
     guess: ClassVar[str] = "the public mean of the class"
     """A description of the blind guess."""
     rule: ClassVar[str]

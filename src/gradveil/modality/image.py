@@ -37,6 +37,7 @@ class Image(Modality):
     unit = "image"
     primary = "psnr"
     dimensions = 3
+    bounds = (0.0, 1.0)
     guess = "the public mean image of the class"
     rule = (
         f"PSNR of at least {LEAK_PSNR:g} dB or SSIM of at least {LEAK_SSIM:g}, and a PSNR at least {LEAK_MARGIN:g} dB "
@@ -65,7 +66,7 @@ class Image(Modality):
 
     def project(self, inputs: Tensor) -> Tensor:
         """Clamp to [0, 1]."""
-        return inputs.clamp(0, 1)
+        return inputs.clamp(*self.bounds)
 
     def repaired(self, found: Tensor) -> Tensor:
         """Clamp to [0, 1], with NaN as mid-grey."""
