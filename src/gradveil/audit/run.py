@@ -497,7 +497,8 @@ class _Work:
         prepared, subject, config = prepared_and_bound[0], self.subject, self.config
         drawn = subject.games
         # Single examples need no others to be told apart from.
-        public = tuple(part[:PUBLIC_ROWS] for part in subject.public) if config.batch_size > 1 else None
+        inputs, targets = (part[:PUBLIC_ROWS] for part in subject.public)
+        public = (inputs, targets) if config.batch_size > 1 and len(inputs) else None
         found = games.play(
             drawn,
             prepared,
@@ -505,7 +506,7 @@ class _Work:
             adaptive=adaptive,
             local=config.local,
             seed=config.seed,
-            public=public if public is None or len(public[0]) else None,
+            public=public,
             progress=report_step,
         )
         figures = identification.summary(found.scores.double().cpu(), drawn.members)

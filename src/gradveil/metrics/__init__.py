@@ -15,6 +15,7 @@ from gradveil.metrics.noise_ratio import noise_ratio
 from gradveil.metrics.perceptual_distance import LPIPS_RESOLUTION, Lpips, lpips
 from gradveil.metrics.power import relative_power
 from gradveil.metrics.record import METRICS, Metric, metric
+from gradveil.metrics.reidentification import Gallery, Reidentification, reidentification_rate
 from gradveil.metrics.scorer import Scorer
 from gradveil.metrics.signal_to_noise import psnr
 from gradveil.metrics.squared_error import mse
@@ -28,8 +29,10 @@ of = METRICS.of
 __all__ = [
     "LPIPS_RESOLUTION",
     "METRICS",
+    "Gallery",
     "Lpips",
     "Metric",
+    "Reidentification",
     "Scorer",
     "auc",
     "decoy_auc",
@@ -44,6 +47,7 @@ __all__ = [
     "of",
     "psnr",
     "rank_one_accuracy",
+    "reidentification_rate",
     "relative_power",
     "share_named",
     "ssim",
