@@ -112,18 +112,16 @@ def test_a_whole_batch_is_named(local, task, candidates):
 
 
 def test_the_ridge_beats_the_matched_filter(task, candidates):
-    members = list(range(0, 16, 2))
-    update = shared(task, candidates, members)
-    found = [
-        metrics.auc(
-            scores(task, update, candidates, f"identification:form={form}", batch_size=8)[0], is_member(members)
-        )
-        for form in ("ridge", "matched-filter")
-    ]
-    assert found[0] > 0.95 > found[1]
+    games = [torch.randperm(COUNT, generator=seeded(game))[:8] for game in range(6)]
+    updates, found = [shared(task, candidates, members) for members in games], []
+    for form in ("ridge", "matched-filter"):
+        every = scores(task, updates, candidates, f"identification:form={form}", batch_size=8)
+        found.append(sum(metrics.auc(one, is_member(members)) for one, members in zip(every, games, strict=True)) / 6)
+    assert found[0] > 0.99
+    assert found[1] < 0.9
 
 
-@pytest.mark.parametrize("spec", ["dual-pruning:k1=0.1,k2=0.6", "gradient-dropout:keep=0.6,std=0.5", "top-k:keep=0.3"])
+@pytest.mark.parametrize("spec", ["dual-pruning:k1=0.1,k2=0.6", "gradient-dropout:keep=0.6,std=0.5", "top-k:keep=0.03"])
 def test_knowledge_of_the_defense_helps(spec, task, candidates):
     results = []
     for adaptive in (False, True):
@@ -228,8 +226,10 @@ def test_batch_statistics(candidates):
     task = gradveil.Task(nn.Sequential(*layers), input_shape=(3, 8, 8), classes=4)
     assert task.has_batch_statistics
     assert int(scores(task, shared(task, candidates, [5]), candidates).argmax()) == 5
-    found = scores(task, shared(task, candidates, [5, 9]), candidates, batch_size=2)
-    assert sorted(found[0].topk(2).indices.tolist()) == [5, 9]
+    games = [torch.randperm(COUNT, generator=seeded(game))[:4] for game in range(12)]
+    every = scores(task, [shared(task, candidates, members) for members in games], candidates, batch_size=4)
+    areas = [metrics.auc(one, is_member(members)) for one, members in zip(every, games, strict=True)]
+    assert sum(areas) / len(areas) > 0.75
 
 
 def test_bad_input_is_refused(task, candidates):
