@@ -47,6 +47,7 @@ class AuditFolder:
             **AuditConfig().to_json(),
             "gradveil": "0.1.0",
             "version": VERSION,
+            "games": 0,
             "learned": [],
             "public_examples": 4000,
             "public_overlap": 0,
@@ -70,6 +71,7 @@ class AuditFolder:
             "platform": "Linux x86_64, Python 3.11",
         }
         self.results: list[dict[str, Any]] = []
+        self.identifications: list[dict[str, Any]] = []
         self.utility: list[dict[str, Any]] = []
         self.matches: list[dict[str, Any]] = []
         self.images: dict[str, np.ndarray] = {}
@@ -164,6 +166,35 @@ class AuditFolder:
             if row["attack"] != "blind-guess" and defense in (None, row["defense"]) and attack in (None, row["attack"])
         ]
 
+    def identify(self, defense: str, named: int, games: int = 100, *, adaptive: bool = False, auc: float = 0.5) -> None:
+        """Add a row of identification games with 200 candidates, under a defense of the audit."""
+        spec = next(spec for spec in self.config["defenses"] if spec.partition(":")[0] == defense)
+        share = metrics.identification.proportion(named, games)
+        self.config["games"] = games
+        self.identifications.append(
+            {
+                "defense": defense,
+                "defense_params": {},
+                "defense_spec": spec,
+                "attack_spec": "identification:form=ridge",
+                "adaptive": adaptive,
+                "candidates": 200,
+                "games": games,
+                "named": named,
+                "named_low": share.low,
+                "named_high": share.high,
+                "auc": auc,
+                "auc_low": max(0.0, auc - 0.02),
+                "auc_high": min(1.0, auc + 0.02),
+                "tpr": named / games,
+                "tpr_low": share.low,
+                "tpr_high": share.high,
+                "bits": 7.6 * named / games,
+                "bits_low": 7.6 * share.low,
+                "seconds": 1.0,
+            }
+        )
+
     def write(self) -> Path:
         """Write everything as an audit does, with all derived values, and return the folder."""
         (self.folder / "images").mkdir(parents=True, exist_ok=True)
@@ -175,6 +206,7 @@ class AuditFolder:
         write_json(self.folder / "config.json", config)
         for name, rows in (
             ("results.jsonl", self.results),
+            ("identification.jsonl", self.identifications),
             ("utility.jsonl", self.utility),
             ("match.jsonl", self.matches),
         ):

@@ -240,6 +240,17 @@ def test_victims_that_are_not_finished_do_not_count(good):
     assert names(good) == ["few-victims"]
 
 
+# -- few-games -------------------------------------------------------------------------------------------------------
+
+
+def test_too_few_games(good):
+    good.identify("none", 30, 30, auc=1.0)
+    for defense in good.config["defenses"][1:]:
+        good.identify(defense.partition(":")[0], 0, 30)
+    assert names(good) == ["few-games"]
+    assert "the true share may be as high as 10 % (at 95 % confidence)" in text_of(good, "few-games")
+
+
 # -- training-too-short ----------------------------------------------------------------------------------------------
 
 

@@ -373,3 +373,69 @@ def test_the_generic_adaptive_attacker_is_called_that(make_audit):
     words = caveats(draft)
     assert "`gaussian-noise:std=0.1`: of adaptive attackers, only the generic one was tried" in words
     assert "no attack that works here was adapted" not in words
+
+
+# -- the second verdict ------------------------------------------------------------------------------------------------
+
+
+def second_verdict(draft):
+    return [(sentence.text, sentence.outcome) for sentence in judge(read(draft.write())).identification]
+
+
+def test_whose_data_it_was_is_a_verdict_of_its_own(make_audit):
+    draft = make_audit(defenses=[NONE, NOISE, TOP_K], victims=6)
+    draft.identify("none", 100, auc=1.0)
+    draft.identify("gaussian-noise", 40, auc=0.9)
+    draft.identify("gaussian-noise", 88, adaptive=True, auc=0.97)
+    draft.identify("top-k", 99, auc=1.0)
+    assert second_verdict(draft) == [
+        (
+            "Shown 200 candidate images, the server names the one that the client trained on in 100 % of the updates "
+            "without a defense (chance 0.5 %).",
+            Outcome.FAILS,
+        ),
+        ("`gaussian-noise:std=0.1` is not enough: 88 % are still named.", Outcome.WEAKENS),
+        (
+            "`top-k:keep=0.2` does not hide the client's image: 99 % are named, not significantly fewer.",
+            Outcome.FAILS,
+        ),
+    ]
+    assert "whose data it was" not in caveats(draft)
+    lines = report.verdict(draft.folder)
+    assert lines.index("gaussian-noise:std=0.1 is not enough: 88 % are still named.") > 1
+
+
+def test_hiding_is_shown_only_by_games_that_are_won_without_the_defense(make_audit):
+    draft = make_audit(defenses=[NONE, NOISE, TOP_K], victims=6)
+    draft.identify("none", 90, auc=0.99)
+    draft.identify("gaussian-noise", 0)
+    draft.identify("top-k", 0, auc=0.6)
+    text = dict(second_verdict(draft)[1:])
+    hidden = "`gaussian-noise:std=0.1` hides the client's image: 0 % are named, no more than by chance."
+    assert text[hidden] is Outcome.STOPS
+    # Nobody is named, but members score higher than others: that is not nothing.
+    assert text["`top-k:keep=0.2` is not enough: 0 % are still named."] is Outcome.WEAKENS
+    draft.identifications[0].update(named=2, named_low=0.002, named_high=0.07)
+    text = dict(second_verdict(draft)[1:])
+    assert Outcome.NOT_SHOWN in text.values()
+    assert Outcome.STOPS not in text.values()
+
+
+def test_games_that_are_missing_are_named(make_audit):
+    draft = make_audit(defenses=[NONE, NOISE], victims=6)
+    draft.identify("none", 100, auc=1.0)
+    assert "the identification games under `gaussian-noise:std=0.1` are missing" in caveats(draft)
+    assert second_verdict(draft)[1] == ("`gaussian-noise:std=0.1`: not played yet.", Outcome.UNKNOWN)
+
+
+def test_without_games_there_is_no_second_verdict(make_audit):
+    draft = make_audit(defenses=[NONE, NOISE], victims=6)
+    assert second_verdict(draft) == []
+    assert "attackers who only want to know whose data it was are not among them" in caveats(draft)
+
+
+def test_of_a_batch_one_image_is_among_the_candidates(make_audit):
+    draft = make_audit(defenses=[NONE], victims=6)
+    draft.config["batch_size"] = 16
+    draft.identify("none", 61, auc=0.9)
+    assert "the client trained on, one of the 16 behind the update, in 61 % of" in second_verdict(draft)[0][0]

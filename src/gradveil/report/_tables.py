@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from io import StringIO
 
-from gradveil.audit.rows import MatchRow, MethodId, UtilityRow
+from gradveil.audit.rows import IdentificationRow, MatchRow, MethodId, UtilityRow
 from gradveil.audit.statistics import Interval, rank
 from gradveil.metrics import Metric
 from gradveil.report._scores import (
@@ -161,6 +161,46 @@ def utility_table(audit: Audit) -> Table:
         yield Cell("" if has_curve else MISSING, row.accuracy if has_curve else None, history=row.history)
 
     return _table(columns, map(cells, measured))
+
+
+def identification_table(audit: Audit) -> Table:
+    """A row for each defense and attacker who looked for a client's example among candidates."""
+    unit = audit.modality.unit
+    columns = (
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Attacker", "Whether the attacker knew the defense.", numeric=False),
+        Column(
+            "Named",
+            f"Updates for which the client's {unit} has the highest score of all candidates, with the 95 % interval "
+            "(Clopper and Pearson).",
+        ),
+        Column("Chance", "The share that a guess would name."),
+        Column(
+            "AUC",
+            f"How often the client's {unit} scores higher than another candidate, with its 95 % interval; 0.5 is a "
+            "guess.",
+        ),
+        Column(
+            "In the top 1 %", f"Updates for which the client's {unit} scores higher than all but 1 % of the others."
+        ),
+        Column("Bits", "A lower bound on what an update tells about which candidate it was (Fano)."),
+        Column("Games", "Updates of different clients that were tried."),
+    )
+
+    def cells(row: IdentificationRow) -> Iterator[Cell]:
+        yield Cell(row.defense_spec, row.defense_spec)
+        attacker = "adaptive" if row.adaptive else "plain"
+        yield Cell(attacker, attacker)
+        interval = f"{100 * row.named_low:.0f} … {100 * row.named_high:.0f} %"
+        yield Cell(percent(row.share), row.share, interval)
+        yield Cell(f"{100 * row.chance:.2g} %", row.chance)
+        around = f"{row.auc_low:.3f} … {row.auc_high:.3f}" if row.auc_low is not None else ""
+        yield Cell(f"{row.auc:.3f}", row.auc, around)
+        yield _share(row.tpr)
+        yield Cell(f"{row.bits:.1f}", row.bits)
+        yield Cell(f"{row.games:,}", row.games)
+
+    return _table(columns, (cells(row) for spec in audit.defenses for row in audit.identified.get(spec, [])))
 
 
 def ranking(audit: Audit) -> Table:

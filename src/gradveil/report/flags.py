@@ -26,6 +26,7 @@ from gradveil.report._scores import (
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.read import UNDEFENDED, Audit
 
+FEW_GAMES = 50  # a share near one half is then known to within 14 points
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
 # The next two are shares of the total decrease of a loss. On MNIST and LeNet, at most .0005 of the decrease came in the
 # last tenth of 80 steps of Inverting Gradients, but up to .0034 in that of iDLG cut off at 40 steps. iDLG under noise
@@ -412,6 +413,25 @@ def _too_few_victims(audit: Audit) -> Iterator[str]:
             f"Only {plural(fewest, 'victim')} per attack: the counts are anecdotal. Even if none of {fewest} is "
             f"recovered, the true share may be as high as {percent(possible_share(0, fewest))} (at 95 % confidence). "
             f"Attack at least {FEW_VICTIMS} victims (`--victims`)."
+        )
+
+
+@_flag("few-games")
+def _too_few_games(audit: Audit) -> Iterator[str]:
+    """There are too few identification games for the shares shown.
+
+    Raised when fewer than 50 games were played under a defense.
+
+    Why it matters. With 49 games, a share near one half is only known to within 14 percentage points, and a defense
+    under which nothing is named may still let one update in seventeen be traced.
+
+    What to do. Play more games (`--games 200`); they cost little.
+    """
+    fewest = min((row.games for rows in audit.identified.values() for row in rows), default=FEW_GAMES)
+    if fewest < FEW_GAMES:
+        yield (
+            f"Only {plural(fewest, 'identification game')} per defense: even if none is won, the true share may be as "
+            f"high as {percent(possible_share(0, fewest))} (at 95 % confidence). Play at least {FEW_GAMES} (`--games`)."
         )
 
 

@@ -42,27 +42,36 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The raised flags, the headline (which begins with the undefended run) and the caveats.
+    """The raised flags, the headline (which begins with the undefended run), the second verdict and the caveats.
+
+    Args:
+        flags: the reasons not to rely on the audit.
+        headline: what attackers rebuild.
+        identification: whether they can tell whose data it was; empty if no game has been played.
+        caveats: what limits both verdicts.
 
     Example:
-        >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), ()).lines()
+        >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), (), ()).lines()
         ['idlg recovers 4 of 4 images.']
     """
 
     flags: tuple[Raised, ...]
     headline: tuple[Sentence, ...]
+    identification: tuple[Sentence, ...]
     caveats: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """Everything as plain sentences for a terminal."""
         flags = [f"Flag {found.flag.name}: {found.text}" for found in self.flags]
         caveats = [f"Note: {caveat}" for caveat in self.caveats]
-        return [text.replace("`", "") for text in [*flags, *(sentence.text for sentence in self.headline), *caveats]]
+        verdicts = [sentence.text for sentence in (*self.headline, *self.identification)]
+        return [text.replace("`", "") for text in [*flags, *verdicts, *caveats]]
 
 
 def judge(audit: Audit) -> Verdict:
     """Judge the audit."""
-    return Verdict(tuple(raised(audit)), (_lead(audit), *_defense_sentences(audit)), tuple(_caveats(audit)))
+    headline = (_lead(audit), *_defense_sentences(audit))
+    return Verdict(tuple(raised(audit)), headline, tuple(_identification_sentences(audit)), tuple(_caveats(audit)))
 
 
 def outcome(audit: Audit, defense: str) -> Outcome:
@@ -241,6 +250,60 @@ def _unfinished(defenses: list[str]) -> Iterator[str]:
         yield f"{names(defenses)} {verb} not judged yet: some attacks have not finished."
 
 
+def identification_outcome(audit: Audit, defense: str) -> Outcome:
+    """Whether `defense` hides which candidate a client trained on, judged by the attacker who names it most often.
+
+    That it hides it is shown only if significantly fewer are named than without a defense, and no more than by chance.
+    """
+    found, undefended = audit.most_identified(defense), audit.most_identified(UNDEFENDED)
+    if found is None or undefended is None:
+        return Outcome.UNKNOWN
+    fewer = found.named_high < undefended.named_low
+    by_chance = found.named_low <= found.chance and (found.auc_low is None or found.auc_low <= 0.5)
+    if by_chance:
+        return Outcome.STOPS if fewer else Outcome.NOT_SHOWN
+    return Outcome.WEAKENS if fewer else Outcome.FAILS
+
+
+def _identification_sentences(audit: Audit) -> Iterator[Sentence]:
+    """The second verdict: without a defense, then under each."""
+    undefended, unit = audit.most_identified(UNDEFENDED), audit.modality.unit
+    if undefended is None:
+        return
+    among = "" if audit.examples == 1 else f", one of the {audit.examples} behind the update,"
+    share, chance = percent(undefended.share), percent(undefended.chance)
+    text = (
+        f"Shown {undefended.candidates:,} candidate {unit}s, the server names the one that the client trained on"
+        f"{among} in {share} of the updates without a defense (chance {chance})."
+    )
+    yield Sentence(text, Outcome.FAILS if undefended.named_low > undefended.chance else Outcome.UNKNOWN)
+    outcomes = {defense: identification_outcome(audit, defense) for defense in audit.real_defenses}
+    texts = {
+        Outcome.STOPS: "{} {verb} the client's {unit}: {shares} are named, no more than by chance.",
+        Outcome.NOT_SHOWN: "{}: not shown. No more are named than by chance ({shares}), but hardly more without it.",
+        Outcome.WEAKENS: "{} {is_are} not enough: {shares} are still named.",
+        Outcome.FAILS: "{} {does} not hide the client's {unit}: {shares} are named, not significantly fewer.",
+        Outcome.UNKNOWN: "{}: not played yet.",
+    }
+    for outcome, template in texts.items():
+        defenses = [defense for defense in outcomes if outcomes[defense] is outcome]
+        if not defenses:
+            continue
+        rows = [row for defense in defenses if (row := audit.most_identified(defense))]
+        one = len(defenses) == 1
+        yield Sentence(
+            template.format(
+                names(defenses),
+                unit=unit,
+                shares=join([percent(row.share) for row in rows]),
+                verb="hides" if one else "hide",
+                is_are="is" if one else "are",
+                does="does" if one else "do",
+            ),
+            outcome,
+        )
+
+
 def _unaware_attackers(audit: Audit, defense: str, attack: MethodId, result: Score) -> str:
     """What attackers who do not know the defense recover, if that is less than `result`."""
     if not attack.adaptive:
@@ -285,15 +348,17 @@ def _caveats(audit: Audit) -> Iterator[str]:
 
 
 def _unfinished_caveats(audit: Audit) -> Iterator[str]:
-    attempts, costs = audit.missing_attempts(), audit.missing_utility()
+    attempts, games, costs = audit.missing_attempts(), audit.missing_identifications(), audit.missing_utility()
     parts = []
     if attempts:
         total = len(audit.expected) * audit.victims
         parts.append(f"{len(attempts):,} of {plural(total, 'attack run')}")
+    if games:
+        parts.append(f"the identification games under {names(games)}")
     if costs:
         parts.append(f"the cost in accuracy of {names(costs)}")
     if parts:
-        verb = "are" if attempts else "is"
+        verb = "are" if attempts or len(parts) > 1 or games else "is"
         yield (
             f"The audit is not complete: {join(parts)} {verb} missing. `{resume_command(audit.folder)}` runs what is "
             "missing."
@@ -313,13 +378,10 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
             "the victims'; one with more of them may recover more, one with others less."
         )
     if stopping:
-        others = "attackers who only want to know whose data it was"
-        if not audit.learned:
-            others = f"attackers who learn from public {unit}s, and {others},"
-        yield (
-            f"{names(stopping)}: only the attacks named here were tried; {others} are not among them and may succeed "
-            "where these fail."
-        )
+        untried = [] if audit.learned else [f"attackers who learn from public {unit}s"]
+        untried += [] if audit.identified else ["attackers who only want to know whose data it was"]
+        others = f"; {join(untried)} are not among them and may succeed where these fail" if untried else ""
+        yield f"{names(stopping)}: only the attacks named here were tried{others}."
     generic = [defense for defense in stopping if defense in audit.generic]
     if generic:
         yield (

@@ -14,7 +14,16 @@ from gradveil.report._gallery import figures, victim_names
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Line, Point, Scale, layout, pareto
 from gradveil.report._scores import as_closeness, score, strongest
-from gradveil.report._tables import Table, attack_table, match_table, price, ranking, tolerance, utility_table
+from gradveil.report._tables import (
+    Table,
+    attack_table,
+    identification_table,
+    match_table,
+    price,
+    ranking,
+    tolerance,
+    utility_table,
+)
 from gradveil.report._text import percent
 from gradveil.report.flags import Raised, flags_for, raised
 from gradveil.report.judgement import judge
@@ -76,6 +85,7 @@ def render(audit: Audit) -> str:
         victim_names=victim_names(audit),
         absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
         attacks=attack_table(audit),
+        identification=identification_table(audit),
         utility=utility_table(audit),
         ranking=ranking(audit),
         matches=match_table(audit),
@@ -85,6 +95,7 @@ def render(audit: Audit) -> str:
         charts={"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)} if points else {},
         not_shown=not_shown,
         facts=_facts(audit),
+        candidates=max((row.candidates for rows in audit.identified.values() for row in rows), default=0),
         modality=audit.modality,
         unit=audit.modality.unit,
         primary=primary,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.audit.folder import metrics_of, modality_of, read_audit, read_rows, strengths
-from gradveil.audit.rows import MatchRow, MethodId, ResultRow, UtilityRow
+from gradveil.audit.rows import IdentificationRow, MatchRow, MethodId, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST
 from gradveil.audit.store import BLIND_GUESS
 from gradveil.metrics import METRICS, Metric
@@ -36,6 +36,7 @@ class Audit:
         examples: how many examples are behind each victim's update.
         attempts: the rows of the attacks.
         blind: the rows of the blind guess.
+        identified: how well a client's example is found among candidates: rows by defense, plain before adaptive.
         utility: the cost of each defense, by spec.
         matches: the strengths that `--match` found.
         torn: the files whose last line was cut short.
@@ -57,6 +58,7 @@ class Audit:
     examples: int
     attempts: tuple[ResultRow, ...]
     blind: tuple[ResultRow, ...]
+    identified: Mapping[str, list[IdentificationRow]]
     utility: Mapping[str, UtilityRow]
     matches: tuple[MatchRow, ...]
     torn: tuple[str, ...]
@@ -101,6 +103,19 @@ class Audit:
         expected = ((*pair, victim) for pair in self.expected for victim in range(self.victims))
         return [row for row in expected if row not in done]
 
+    def missing_identifications(self) -> list[str]:
+        """The defenses under which no attacker has looked for a client's example among candidates yet."""
+        return [defense for defense in self.defenses if self.plays_games and defense not in self.identified]
+
+    @property
+    def plays_games(self) -> bool:
+        """Whether the audit is about single clients and has identification games."""
+        return bool(self.config["games"] and self.config["aggregated"] == 1)
+
+    def most_identified(self, defense: str) -> IdentificationRow | None:
+        """The games of the attacker who found the most examples under `defense`; None if none have been played."""
+        return max(self.identified.get(defense, []), key=lambda row: (row.named, row.auc), default=None)
+
     def missing_utility(self) -> list[str]:
         """The defenses whose cost was not measured."""
         return [defense for defense in self.defenses if defense not in self.utility]
@@ -134,10 +149,19 @@ def read(folder: Path) -> Audit:
         examples=config["batch_size"] * config["aggregated"],
         attempts=attempts,
         blind=tuple(row for row in rows.results if row.attack_spec == BLIND_GUESS),
+        identified=_by_defense(rows.identifications),
         utility={row.defense_spec: row for row in rows.utility},
         matches=tuple(rows.matches),
         torn=rows.torn,
     )
+
+
+def _by_defense(rows: Iterable[IdentificationRow]) -> dict[str, list[IdentificationRow]]:
+    """The games under each defense, plain attackers before adaptive ones."""
+    by_defense: dict[str, list[IdentificationRow]] = {}
+    for row in sorted(rows, key=lambda row: row.adaptive):
+        by_defense.setdefault(row.defense_spec, []).append(row)
+    return by_defense
 
 
 def title(defense: str) -> str:
