@@ -50,8 +50,8 @@ class CandidateIdentification(Attack):
     Measured on CIFAR-10 with a trained and an untrained LeNet, one image of a batch of 64 among 200 candidates, 20
     games: ratios have an AUC of .90 and .92, coefficients .87 and .89; with 800 public images, .98 (40 games).
     Generalised cross-validation is as good without noise and at most .01 worse with it. A free mean changes little
-    without noise and gains up to .05 under it; a free mean for each class loses. Weighting values by the inverse of
-    their variance gains at most .02 and loses up to .2 under noise.
+    without noise and gains up to .05 under it; one for each class loses in most cases. Weighting values by the
+    inverse of their variance gains at most .02 and loses up to .2 under noise.
 
     ``form=matched-filter`` is the cosine with the deviation from the mean: what a simpler attacker would do.
     ``form=likelihood`` is exact for one example under equal noise, :math:`-|u - g_i|^2`.
