@@ -45,11 +45,13 @@ class CandidateIdentification(Attack):
     that of ridge regression, in the dual (see `_ridge.DualRidge`). Both variances are chosen for every update by its
     marginal likelihood; the noise is at least as large as the defense's known noise. The mean of all candidates is a
     free component. It stands for examples that are not among the candidates; public data that the threat model grants
-    are rows of the regression, too, and say what such examples look like. On CIFAR-10 with one image of a batch of 64
-    among 200 candidates, ratios were better than coefficients (AUC .89 or .91 against .87 or .89), the marginal
-    likelihood better than generalised cross-validation, a free mean better than none or one for each class, and 800
-    public images raised the AUC to .98. Weighting values by the inverse of their variance gained at most .02 and lost
-    much under noise.
+    are rows of the regression, too, and say what such examples look like.
+
+    Measured on CIFAR-10 with a trained and an untrained LeNet, one image of a batch of 64 among 200 candidates, 20
+    games: ratios have an AUC of .90 and .92, coefficients .87 and .89; with 800 public images, .98 (40 games).
+    Generalised cross-validation is as good without noise and at most .01 worse with it. A free mean changes little
+    without noise and gains up to .05 under it; one for each class loses in most cases. Weighting values by the
+    inverse of their variance gains at most .02 and loses up to .2 under noise.
 
     ``form=matched-filter`` is the cosine with the deviation from the mean: what a simpler attacker would do.
     ``form=likelihood`` is exact for one example under equal noise, :math:`-|u - g_i|^2`.
@@ -62,8 +64,8 @@ class CandidateIdentification(Attack):
 
     With local steps, gradients are taken at the weights that were sent, or half way to those that came back, which the
     update itself reveals. With batch statistics, an update of one example is exact. For larger batches, candidates'
-    gradients are taken with fixed statistics, those of batches of candidates; this loses what the statistics add to the
-    gradient.
+    gradients are taken with fixed statistics, those of batches of candidates, which leaves out what the statistics add
+    to the gradient (resnet18 at initial weights, a batch of 16 among 200 candidates: AUC .89 in 10 games).
 
     Args:
         form: ``"ridge"``, ``"matched-filter"`` or, for one example, ``"likelihood"``.
