@@ -158,6 +158,8 @@ CONFIG = {
     "victims": 6,
     "rounds": 30,
     "clients": 2,
+    "games": 10,
+    "candidates": 20,
 }
 
 

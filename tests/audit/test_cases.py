@@ -267,6 +267,7 @@ def test_an_audit_learns_once_also_if_it_is_interrupted(dataset, nearest, tmp_pa
         clients=2,
         client_batch=8,
         public=120,
+        games=0,
     )
     attack = _Work._attack
 
@@ -358,6 +359,8 @@ def test_an_audit_takes_all_of_these_as_settings(dataset, tmp_path, monkeypatch)
         rounds=2,
         clients=2,
         client_batch=8,
+        games=4,
+        candidates=8,
         local_epochs=2,
         local_batch=1,
         observed_rounds=2,

@@ -28,7 +28,7 @@ VALUES = [None, True, -1, 0, 3, 1.5, "", "none", "\x1b[2J", [], {}, [None], [[]]
 
 def audit_config(data: Path, **changes) -> AuditConfig:
     fields = {"model": "mlp", "defenses": ("none", "top-k:keep=0.1"), "attacks": ("idlg:iterations=3",), "victims": 2}
-    small = {"rounds": 2, "clients": 2, "client_batch": 4}
+    small = {"rounds": 2, "clients": 2, "client_batch": 4, "candidates": 5, "games": 3}
     return AuditConfig(dataset=str(data), **{**fields, **small, **changes})
 
 

@@ -42,6 +42,8 @@ def config_for(path: Path, **changes) -> AuditConfig:
         "chunk": 2,
         "rounds": 4,
         "clients": 3,
+        "candidates": 12,
+        "games": 6,
     }
     return AuditConfig(**{**fields, **changes})
 

@@ -20,7 +20,8 @@ from gradveil.audit.store import resume_command
 from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
-    "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4"
+    "audit --model mlp --defense top-k --attack idlg:iterations=2 --victims 2 --rounds 2 --clients 2 --client-batch 4 "
+    "--games 4"
 ).split()
 
 

@@ -18,7 +18,8 @@ PAGE = (Path(__file__).parents[2] / "docs" / "plugins.md").read_text()
 (PLUGIN,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 NAMES = {"gradveil.defenses": "halving", "gradveil.attacks": "grey", "gradveil.metrics": "largest_difference"}
 QUICK = (
-    "--model mlp --defense halving:part=0.25 --attack grey --victims 2 --rounds 2 --clients 2 --client-batch 4 --plain"
+    "--model mlp --defense halving:part=0.25 --attack grey --victims 2 --rounds 2 --clients 2 --client-batch 4 --plain "
+    "--games 0"
 ).split()
 
 pytestmark = pytest.mark.filterwarnings("ignore:LPIPS is left out")

@@ -88,6 +88,7 @@ def config(tmp_path) -> AuditConfig:
         rounds=2,
         clients=2,
         client_batch=4,
+        games=0,
     )
 
 

@@ -408,6 +408,7 @@ class _Work:
                 yield f"matching {create_defense(spec).name}", partial(self._match, spec)
         # A defense that is still to be matched has no rows yet, so all of its work is missing.
         defenses = [(spec, found.get(spec, spec)) for spec in config.defenses if found.get(spec, spec) is not None]
+        played = {row.key for row in self.files.identifications.rows}
         for spec, chosen in defenses:
             defense = create_defense(spec)
             for attack in map(create_attack, config.attacks):
@@ -418,10 +419,7 @@ class _Work:
                         if missing:
                             what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
                             yield what, partial(self._attack, spec, attack, adaptive, chunk, missing)
-        played = {row.key for row in self.files.identifications.rows}
-        for spec, chosen in defenses if plays_games(config) else []:
-            defense = create_defense(spec)
-            for adaptive in self.subject.attackers(defense, IDENTIFIER):
+            for adaptive in self.subject.attackers(defense, IDENTIFIER) if plays_games(config) else []:
                 if (chosen, adaptive) not in played:
                     what = f"identification under {defense.name}{', adaptive' if adaptive else ''}"
                     yield what, partial(self._identify, spec, adaptive)
