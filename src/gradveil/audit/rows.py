@@ -27,7 +27,7 @@ DEFENSES = (
 ATTACKS = (
     "idlg:iterations=150",
     "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
-    "lti:directions=300,draws=8,hidden=512,epochs=40",
+    "lti:directions=300,draws=6,hidden=512,epochs=30",
 )
 NORMS = ("train", "inference")
 PUBLISHERS = ("honest", "lying", "victim")
