@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from gradveil import report
 from gradveil.attacks import ATTACKS
-from gradveil.audit import AuditConfig, run
+from gradveil.audit import AuditConfig, games, run
 from gradveil.core.errors import DataError, OutputError, ParameterError, ThreatModelError
 from gradveil.core.parameters import state
 from gradveil.defenses import DEFENSES, Perturbation, Prepared
@@ -42,8 +42,7 @@ def config_for(path: Path, **changes) -> AuditConfig:
         "chunk": 2,
         "rounds": 4,
         "clients": 3,
-        "candidates": 12,
-        "games": 6,
+        "games": 0,
     }
     return AuditConfig(**{**fields, **changes})
 
@@ -546,3 +545,60 @@ def test_matched_defenses_are_audited_at_the_strength_that_was_found(data_file, 
     run(config, tmp_path / "out", resume=True)
     assert (tmp_path / "out" / "results.jsonl").read_bytes() == before
     assert len(rows(tmp_path / "out", "match.jsonl")) == 3
+
+
+# -- identification ----------------------------------------------------------------------------------------------------
+
+
+def identifications(folder: Path) -> list[dict]:
+    unstable = {"seconds", "digest"}
+    return [{k: v for k, v in row.items() if k not in unstable} for row in rows(folder, "identification.jsonl")]
+
+
+def test_games_are_played_under_every_defense_and_not_again(data_file, tmp_path, monkeypatch):
+    config = config_for(data_file, attacks=("idlg:iterations=1",), victims=1, rounds=1, candidates=12, games=6)
+    run(config, tmp_path / "whole")
+    found = identifications(tmp_path / "whole")
+    assert [(row["defense"], row["adaptive"]) for row in found] == [
+        ("none", False),
+        ("gaussian-noise", False),
+        ("gaussian-noise", True),
+        ("top-k+error-feedback", False),
+        ("top-k+error-feedback", True),
+    ]
+    assert all((row["candidates"], row["games"]) == (12, 6) for row in found)
+    assert found[0]["named"] == 6  # a single example of a linear model, undefended
+
+    play, played = games.play, []
+
+    def interrupted(*arguments, **settings):
+        played.append(settings["adaptive"])
+        if len(played) == 3:
+            raise KeyboardInterrupt
+        return play(*arguments, **settings)
+
+    monkeypatch.setattr(games, "play", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(config, tmp_path / "parts")
+    assert len(identifications(tmp_path / "parts")) == 2
+    run(config, tmp_path / "parts", resume=True)
+    assert len(played) == 6
+    without_audit = [{k: v for k, v in row.items() if k != "audit"} for row in identifications(tmp_path / "parts")]
+    assert without_audit == [{k: v for k, v in row.items() if k != "audit"} for row in found]
+    assert "Shown 12 candidate images" in " ".join(report.verdict(tmp_path / "parts"))
+
+
+@pytest.mark.parametrize("changes", [{"games": 0}, {"aggregated": 2}])
+def test_without_games_or_for_groups_of_clients_none_are_played(data_file, tmp_path, changes):
+    settings = {"attacks": ("idlg:iterations=1",), "victims": 1, "rounds": 1, "games": 6, "candidates": 12, **changes}
+    run(config_for(data_file, defenses=("none",), **settings), tmp_path / "out")
+    assert not (tmp_path / "out" / "identification.jsonl").exists()
+    page = report.write(tmp_path / "out").read_text()
+    assert "groups of 2" in page if "aggregated" in changes else "Not tried" in page
+
+
+def test_candidates_are_at_most_those_that_there_are(data_file, tmp_path):
+    settings = {"attacks": ("idlg:iterations=1",), "victims": 1, "rounds": 1, "games": 2, "candidates": 100_000}
+    run(config_for(data_file, defenses=("none",), batch_size=2, **settings), tmp_path / "out")
+    [row] = identifications(tmp_path / "out")
+    assert row["candidates"] == len(np.load(data_file)["x_test"]) - 1

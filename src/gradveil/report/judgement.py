@@ -289,13 +289,13 @@ def _identification_sentences(audit: Audit) -> Iterator[Sentence]:
         defenses = [defense for defense in outcomes if outcomes[defense] is outcome]
         if not defenses:
             continue
-        rows = [row for defense in defenses if (row := audit.most_identified(defense))]
+        shares = [percent(row.share) for defense in defenses if (row := audit.most_identified(defense))]
         one = len(defenses) == 1
         yield Sentence(
             template.format(
                 names(defenses),
                 unit=unit,
-                shares=join([percent(row.share) for row in rows]),
+                shares=join(shares if len(set(shares)) > 1 else shares[:1]),
                 verb="hides" if one else "hide",
                 is_are="is" if one else "are",
                 does="does" if one else "do",
