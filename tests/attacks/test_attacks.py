@@ -33,6 +33,7 @@ QUICK = {
     "ci-net": {"iterations": 4},
     "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
     "identification": {},
+    "peel": {"iterations": 5},
 }
 RECONSTRUCT = [name for name in gradveil.list_attacks() if not ATTACKS.get(name).identifies]
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil import metrics, models
-from gradveil.attacks.r_gap import least_squares
+from gradveil.attacks._recursion import least_squares
 from gradveil.core.errors import InputError, ThreatModelError
 
 

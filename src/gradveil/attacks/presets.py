@@ -32,6 +32,7 @@ _SMALL_GREY = {
     "gias": _steps(150, 300, 1000),
     "ci-net": _steps(200, 500, 2000, lr=3e-3),
     "mjolnir": _steps(60, 150, 400),
+    "peel": _steps(200, 400, 1000),
 }
 _SMALL_COLOUR = {
     "dlg": _steps(500, 1000, 2000),
@@ -42,6 +43,7 @@ _SMALL_COLOUR = {
     "gias": _steps(300, 600, 2000),
     "ci-net": _steps(300, 1000, 4000, lr=3e-3),
     "mjolnir": _steps(60, 150, 400),
+    "peel": _steps(200, 400, 1000),
 }
 # Deep networks: every step costs a hundred times more, and the smooth form stalls, so signed Adam takes large steps.
 _DEEP = {
@@ -53,6 +55,7 @@ _DEEP = {
     "gias": _steps(100, 300, 1000),
     "ci-net": _steps(200, 500, 2000, lr=3e-3),
     "mjolnir": _steps(20, 50, 150),
+    "peel": _steps(20, 50, 150),
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
 _WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti", "identification")

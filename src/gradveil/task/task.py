@@ -288,6 +288,13 @@ class Task:
             self.outputs(parameters, inputs)
         return classifier_inputs[-1]  # if layers share a weight, the last one to run computes the logits
 
+    def inputs_of(self, module: str, parameters: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
+        """What a module of the model is fed, as a pure function; of a module that runs more than once, the last."""
+        fed: list[Tensor] = []
+        with recording({module: self._functional.stateless.get_submodule(module)}, lambda _, value: fed.append(value)):
+            self.outputs(parameters, inputs)
+        return fed[-1]
+
     def statistics(self, parameters: Mapping[str, Tensor], inputs: Tensor) -> Gradients:
         """The batch-norm statistics after a step on `inputs`, as a pure, differentiable function.
 

@@ -122,7 +122,7 @@ def recursion_ranks(task: Task, *, generator: torch.Generator | None = None) -> 
             activation = leaves[index + 1].module if index + 1 < len(leaves) else nn.Identity()
             known, slope = _known_and_slope(activation, leaf.outputs)
             signal = slope * torch.randn(leaf.outputs.shape, generator=generator, dtype=torch.float64)
-            result.append(_judge_convolution(leaf, known, signal))
+            result.append(judge_convolution(leaf, known, signal))
     return result
 
 
@@ -179,14 +179,22 @@ def _known_and_slope(activation: nn.Module, outputs: Tensor) -> tuple[Tensor, Te
     return known, known.to(outputs.dtype)
 
 
-def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
+def judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor, tolerance: float = TOLERANCE) -> LayerRank:
+    """How many values of a convolution's input its equations determine.
+
+    Args:
+        leaf: the convolution, as `trace` found it.
+        known: which of its outputs are known, ``[1, ...]``.
+        signal: the error signal at its outputs.
+        tolerance: singular values below this share of the largest count as zero.
+    """
     conv = leaf.module
     assert isinstance(conv, nn.Conv2d)
     channels, height, width = leaf.inputs.shape[1:]
     forward, pixels = int(known.sum()), height * width
     equations = gradient_equations(conv, (height, width), signal)
     values, vectors = torch.linalg.eigh(equations.T @ equations)  # [pixels]: the same for every input channel
-    determined = values > TOLERANCE**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
+    determined = values > tolerance**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
     rank, unknowns = channels * int(determined.sum()), channels * pixels
     undetermined = unknowns - rank
     counted = undetermined * max(known.numel(), undetermined) > LARGEST_MATRIX
@@ -203,7 +211,7 @@ def _judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor) -> LayerRank:
             responses.append((outputs * known).flatten(1))
         stacked = torch.cat(responses)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
-        rank += int((values > TOLERANCE**2 * conv.weight.square().sum()).sum())
+        rank += int((values > tolerance**2 * conv.weight.square().sum()).sum())
     gradient = channels * len(equations)
     reason = ""
     if counted and rank == unknowns:

@@ -1,0 +1,261 @@
+"""Peel: take off the layers whose inputs the gradient fixes, and search only below them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad
+
+from gradveil.attacks._recursion import chain_of, invert_head, invert_leaf, weight_of
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import LossHistory, Reconstruction
+from gradveil.attacks.inverting_gradients import near_the_middle
+from gradveil.attacks.matching import LBFGS, ROUNDING, Objective, Solution, check_prior
+from gradveil.attacks.problem import Problem
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import InputError, ThreatModelError
+from gradveil.core.parameters import integer, number
+from gradveil.task import Gradients, Task
+from gradveil.theory.rank import Leaf, judge_convolution, why_impassable
+
+SMOOTHING = (5.0, 20.0, 80.0, 320.0, 1280.0)
+"""Sharpness of the ReLUs below in each stage: units must be free to switch while there is still far to go."""
+_CLOSED_FORM_STEPS = 2000
+_Report = Callable[[float, float], None]  # called with (share of the search done, seconds left)
+_TOLERANCE = 1e-3
+"""A convolution is passed if no singular value of its equations is smaller than this share of the largest: updates have
+seven digits, and what is lost in one layer is missing in all below."""
+_HISTORY = 30
+_OUTSIDE = 1.0
+"""Weight of the squared distance from the allowed range of inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class Frontier:
+    """What is known for certain inside the network, at the input of one module.
+
+    Args:
+        module: the module's name.
+        values: what it is fed, ``[victims, ...]``.
+        known: where `values` are known; elsewhere a ReLU behind the module's input is silent, so they are not positive.
+        signal: the gradient of the loss with respect to what the module is fed.
+        below: the names of the parameters that lie below.
+        at_input: whether the module is fed the network's input itself, so that there is nothing left to search for.
+
+    Example:
+        >>> one = torch.ones(1, 2)
+        >>> Frontier("fc", one, one.bool(), one, ("conv.weight",), at_input=False).below
+        ('conv.weight',)
+    """
+
+    module: str
+    values: Tensor
+    known: Tensor
+    signal: Tensor
+    below: tuple[str, ...]
+    at_input: bool
+
+
+@ATTACKS.register("peel")
+@dataclass(frozen=True, repr=False)
+class Peel(Attack):
+    r"""Solve the upper layers exactly, as R-GAP does, and search for the image only below them.
+
+    The gradient of the classifier's weight and bias gives its input a and the error signal k of a single example
+    exactly. So do, layer by layer, the equations of R-GAP for the input of a linear layer, and of a convolution if they
+    determine all of it (a ReLU says which of its outputs were positive; only these are equations). Where they do not,
+    z, the values there, and :math:`s = \partial L / \partial z` are still known exactly. What is left of the network is
+    f, from the image to z, with parameters :math:`\theta`, and the search is for
+
+    .. math:: \min_x \ \frac{|f(x) - z|^2}{|z|^2}
+        + \sum_\ell \frac{|\partial_{\theta_\ell} \langle s, f_\theta(x) \rangle - g_\ell|^2}{|g_\ell|^2}
+        + tv \cdot TV(x)
+
+    A search through the whole network must find the activations of all layers at once, and on trained ReLU networks it
+    fails for that reason, not for lack of information. Here s is fixed, so the gradients below are those of a network
+    whose only unknown is the image. Kinks are smoothed, less from stage to stage. Where z comes out of a ReLU, its
+    silent units only say that f(x) is not positive there.
+
+    Works for single examples, one step, and models whose logits come from a linear layer with a bias. What lies between
+    the layers that can be solved and the image may be anything differentiable.
+
+    Args:
+        iterations: most L-BFGS steps in each stage of smoothing.
+        tv: weight of the total variation; what the equations leave undetermined is made smooth.
+        restarts: independent starting points; the best by the attacker's own loss is returned.
+
+    References:
+        Zhu and Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021, for the closed form. The combination
+        with a search below is ours.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import metrics, models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+        >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
+        >>> update = gradveil.defense("none").share(task, image, label)
+        >>> found = Peel(tv=0.0).reconstruct(task, update, ThreatModel(), generator=torch.manual_seed(0))
+        >>> found.labels.tolist(), bool(metrics.psnr(image, found.inputs[0].clamp(0, 1)) > 40)
+        ([[2]], True)
+    """
+
+    paper = "ours; Zhu & Blaschko, ICLR 2021"
+    finds_labels = True
+
+    iterations: int = integer(400, low=1)
+    tv: float = number(1e-2, low=0)
+    restarts: int = integer(1, low=1)
+
+    def check_threat(self, task: Task, threat: ThreatModel) -> None:
+        """Also refuse batches, local steps, and models that do not end in a linear layer with a bias."""
+        super().check_threat(task, threat)
+        if threat.batch_size != 1 or threat.local is not None:
+            raise ThreatModelError(
+                f"{self.name}: peels the gradient of one example, got batch_size={threat.batch_size} and "
+                f"local={threat.local}; use a batch of one and no local steps"
+            )
+        if task.loss_name is None:
+            raise ThreatModelError(
+                f"{self.name}: must know how to invert the loss, got a custom loss; use cross-entropy or logistic"
+            )
+        if task.classifier is None or task.classifier.bias not in task.parameters:
+            raise InputError(f"{self.name}: the model must end in a linear layer with a bias, which reveals its input")
+        if self.tv:
+            check_prior(self.name, "tv", task)
+
+    def run(self, problem: Problem) -> Reconstruction:
+        """Peel and search, victim by victim: how far a network can be peeled is different for each."""
+        task, start = problem.task.to(torch.float64), near_the_middle(problem).double()
+        labels, solutions = [], list[Solution]()
+        for victim in range(problem.victims):
+            gradients = {name: value[victim, None].double() for name, value in problem.updates.items()}
+            frontier, label = peeled(task, gradients)
+            labels.append(label)
+
+            def report(share: float, left: float, done: int = victim) -> None:
+                if problem.progress:
+                    problem.progress(round(100 * (done + share)), 100 * problem.victims, left)
+
+            solutions.append(self._search(task, frontier, gradients, start[victim, None], report))
+            if solutions[-1].interrupted:
+                break
+        missing = problem.victims - len(solutions)  # after an interrupt, the others stay where they started
+        losses = torch.cat([found.losses for found in solutions] + [torch.full((missing,), torch.inf).double()])
+        return Reconstruction(
+            torch.cat([found.candidates for found in solutions] + [start[len(solutions) :]]),
+            torch.cat([*labels, torch.zeros(missing).long()])[:, None],
+            losses,
+            torch.cat([found.iterations for found in solutions] + [torch.zeros(missing).long()]),
+            interrupted=bool(missing) or solutions[-1].interrupted,
+        )
+
+    def _search(
+        self,
+        task: Task,
+        frontier: Frontier,
+        gradients: Gradients,
+        start: Tensor,
+        report: Callable[[float, float], None],
+    ) -> Solution:
+        """Find the input that gives what is known at the frontier, in stages of less and less smoothing."""
+        if frontier.at_input:
+            values = task.denormalised(frontier.values.view_as(start[0]))[None]
+            exact = torch.zeros(1, dtype=torch.float64)
+            return Solution(values, exact, torch.zeros(1).long(), LossHistory(exact, exact, exact[:, None]))
+        shared = {name: gradients[name] for name in frontier.below if bool(gradients[name].any())}
+        stages: tuple[float | None, ...] = SMOOTHING if task.has_kinks else (None,)
+        candidates, taken = start, torch.zeros(1).long()
+        for stage, sharpness in enumerate(stages):
+            cost = _Cost(self, task if sharpness is None else task.smoothed(sharpness), frontier.module)
+            known = (frontier.values, frontier.known, frontier.signal)
+            objective = Objective(cost, shared, *known, execution="loop")
+
+            def progress(done: int, steps: int, left: float, stage: int = stage) -> None:
+                later = len(stages) - stage - 1
+                report((stage + done / steps) / len(stages), left + later * left * steps / max(1, steps - done))
+
+            solution = LBFGS(history=_HISTORY).minimise(
+                objective, candidates, iterations=self.iterations, progress=progress
+            )
+            candidates, taken = solution.candidates, taken + solution.iterations
+            if solution.interrupted:
+                break
+        return replace(solution, iterations=taken)
+
+
+class _Cost:
+    """The cost of a candidate for the input, given what is known at the frontier.
+
+    Args:
+        attack: the weights of its parts.
+        task: the model, perhaps with smoothed kinks.
+        module: where it ends.
+    """
+
+    def __init__(self, attack: Peel, task: Task, module: str) -> None:
+        self.attack, self.task, self.module = attack, task, module
+        self.parameters = task.parameters
+
+    def __call__(self, candidate: Tensor, shared: Gradients, values: Tensor, known: Tensor, signal: Tensor) -> Tensor:
+        """The cost of a candidate for one victim."""
+        modality = self.task.modality
+
+        def paired(below: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            fed = self.task.inputs_of(self.module, {**self.parameters, **below}, candidate)[0]
+            return (fed * signal).sum(), fed
+
+        below = {name: self.parameters[name] for name in shared}
+        simulated, fed = grad(paired, has_aux=True)(below)
+        missed = torch.where(known, fed - values, fed.clamp_min(0)).square().sum()
+        cost = missed / values.square().sum().clamp_min(torch.finfo(values.dtype).tiny)
+        for name, gradient in shared.items():
+            cost = cost + (simulated[name] - gradient).square().sum() / gradient.square().sum()
+        cost = cost + _OUTSIDE * (candidate - modality.project(candidate)).square().mean()
+        if self.attack.tv:
+            penalty = modality.prior(candidate, rounding=ROUNDING)
+            assert penalty is not None  # see `check_threat`
+            cost = cost + self.attack.tv * penalty
+        return cost
+
+
+@torch.no_grad()
+def peeled(task: Task, gradients: Gradients) -> tuple[Frontier, Tensor]:
+    """Go down from the classifier as far as everything is determined.
+
+    Args:
+        task: the model, in double precision.
+        gradients: the shared gradients, ``[victims, ...]`` by name, in double precision.
+
+    Returns:
+        The frontier and the labels ``[victims]``.
+    """
+    chain = chain_of(task)
+    head = next(index for index, leaf in reversed(list(enumerate(chain))) if isinstance(leaf.module, nn.Linear))
+    hypotheses = invert_head(task, chain[head], gradients, None)
+    values, signal = hypotheses.values[:, 0], hypotheses.signal[:, 0] @ weight_of(chain[head])
+    known = torch.ones_like(values, dtype=torch.bool)
+    at = head
+    while at > 0 and chain[at].follows and _can_pass(task, chain, at - 1, known, signal):
+        at -= 1
+        values, signal, known = invert_leaf(chain[at], values, signal, known, gradients, _CLOSED_FORM_STEPS)
+    above = {leaf.name for leaf in chain[at:]}
+    below = tuple(name for name in gradients if name.rpartition(".")[0] not in above)
+    at_input = at == 0 and chain[at].follows
+    return Frontier(chain[at].name, values, known, signal, below, at_input), hypotheses.labels[:, 0]
+
+
+def _can_pass(task: Task, chain: list[Leaf], index: int, known: Tensor, signal: Tensor) -> bool:
+    """Whether a leaf's input follows from its output, for every victim."""
+    leaf = chain[index]
+    if why_impassable(leaf.module) or [other.name for other in chain].count(leaf.name) > 1:
+        return False
+    if isinstance(leaf.module, nn.Linear | nn.Conv2d) and f"{leaf.name}.weight" not in task.parameters:
+        return False
+    if isinstance(leaf.module, nn.Conv2d):
+        places = range(len(known))
+        return all(
+            judge_convolution(leaf, known[place, None], signal[place, None], _TOLERANCE).recoverable for place in places
+        )
+    return True
