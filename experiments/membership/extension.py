@@ -1,8 +1,8 @@
 """Who was in the training, and what else the updates say about them: membership and attributes under defenses.
 
 membership: some clients train together by federated SGD, each on examples of its own, of which it draws a part for
-every round. The attacker sees their updates in the last rounds and scores candidates: members of each client against examples
-that nobody trained on. It knows the membership of a few others.
+every round. The attacker sees their updates in the last rounds and scores candidates: members of each client against
+examples that nobody trained on. It knows the membership of a few others.
 
 attribute: the task is whether a digit is even or odd, the attribute is the digit. The attacker learns from public
 images, with their digits; the victims are single images.
@@ -59,7 +59,7 @@ def membership(case: Row, session: Session) -> Row:
     )
     row: Row = {"accuracy": evaluate(trained, dataset.test)[0], "attack_seconds": {}}
     for form in FORMS:
-        attack = gradveil.attack("membership", form=form, simulate=case["simulate"])
+        attack = gradveil.attack("membership", form=form, simulate=case["simulate"], coordinates=case["coordinates"])
         found = attack.find_members(seen[0][0][0], seen, batch(shown), threat, generator=generator)
         games = [
             scores[torch.isin(shown, torch.cat([places, strangers[0]]))]
