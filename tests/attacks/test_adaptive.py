@@ -77,6 +77,7 @@ EXACT = [  # defenses whose effect on a gradient is explained exactly by knowing
     "quantization:bits=3",
     "quantization:bits=3,rounding=stochastic",
     "soteria:rate=0.5",
+    "recup:epsilon=0.01",
     "risk-slicing:slices=8,ratio=0.4,std=0.5",
     "risk-slicing:slices=8,ratio=0.4,std=0.5,clip=0.01",
     "risk-slicing:slices=8,ratio=0.4,std=0.0,clip=0.01",

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks import ATTACKS
+from gradveil.attacks import ATTACKS, Reconstruction
 from gradveil.attacks.matching.distances import cosine_distance
 from gradveil.core import parameters
 from gradveil.core.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
@@ -34,8 +34,10 @@ QUICK = {
     "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
     "identification": {},
     "peel": {"iterations": 5},
+    "membership": {},
+    "attribute": {"directions": 8, "epochs": 2},
 }
-RECONSTRUCT = [name for name in gradveil.list_attacks() if not ATTACKS.get(name).identifies]
+RECONSTRUCT = [name for name in gradveil.list_attacks() if ATTACKS.get(name).finds is Reconstruction]
 
 
 def begun(attack, task, **granted):

@@ -246,7 +246,11 @@ def test_bad_input_is_refused(task, candidates):
         attack.identify(task, broken, candidates, threat)
     with pytest.raises(ThreatModelError, match="form=likelihood compares the update with single .*; use form=ridge"):
         gradveil.attack("identification:form=likelihood").identify(task, update, candidates, threat)
-    with pytest.raises(ThreatModelError, match="scores candidates and reconstructs nothing; use identify"):
+    with pytest.raises(
+        ThreatModelError, match="has no reconstruction to return, it finds identification; use identify"
+    ):
         attack.reconstruct(task, update, threat)
-    with pytest.raises(ThreatModelError, match="idlg: reconstructs inputs and does not score candidates"):
+    with pytest.raises(
+        ThreatModelError, match="idlg: has no identification to return, it finds reconstruction; use rec"
+    ):
         gradveil.attack("idlg").identify(task, update, candidates, threat)

@@ -176,6 +176,15 @@ DATA_CASES = [
         ),
     ),
     Case(
+        "recup",
+        {"epsilon": 0.1},
+        {"epsilon": 0.0},
+        bad=(
+            ({"epsilon": -1}, "recup: epsilon must be a number of at least 0, got -1"),
+            ({"iterations": 0}, "recup: iterations must be a whole number of at least 1, got 0"),
+        ),
+    ),
+    Case(
         "soteria",
         {"rate": 0.5},
         {"rate": 0.0},
@@ -601,7 +610,7 @@ def test_repr_and_str_build_the_same_data_defense_again(spec):
     assert gradveil.defense(str(defense)) == defense
 
 
-@pytest.mark.parametrize("name", ["ats", "precode", "risk-slicing", "optimal-noise:form=global"])
+@pytest.mark.parametrize("name", ["ats", "precode", "recup", "risk-slicing", "optimal-noise:form=global"])
 def test_a_defense_that_needs_preparing_refuses_to_share_before(name, tiny_task, tiny_batch):
     with pytest.raises(InputError, match="call prepare"):
         gradveil.defense(name).share(tiny_task, *tiny_batch, memory={})

@@ -6,7 +6,7 @@ from typing import Any
 
 from gradveil.attacks._learned import Learning
 from gradveil.attacks.base import ATTACKS, Attack
-from gradveil.attacks.findings import Findings, Identification, Reconstruction, RecoveredUpdate
+from gradveil.attacks.findings import Attributes, Findings, Identification, Membership, Reconstruction, RecoveredUpdate
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ParameterError
@@ -18,9 +18,11 @@ for _module in iter_modules(__path__):
 __all__ = [
     "ATTACKS",
     "Attack",
+    "Attributes",
     "Findings",
     "Identification",
     "Learning",
+    "Membership",
     "Problem",
     "Reconstruction",
     "RecoveredUpdate",

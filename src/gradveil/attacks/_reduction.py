@@ -4,11 +4,13 @@ in which updates of public inputs differ.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from gradveil.attacks._simulation import SimulatedClients, draw_seeds
+from gradveil.attacks._learned import Learning
+from gradveil.attacks._simulation import SimulatedClients, Steps, draw_seeds
 from gradveil.task import Gradients, Task
 
 EXACT_SIZE = 1 << 16
@@ -170,3 +172,99 @@ def principal_directions(rows: Tensor, count: int) -> Tensor:
     kept = variances > _LEAST_VARIANCE * variances[0].clamp_min(torch.finfo(torch.float64).tiny)
     weights: Tensor = (vectors[:, kept] / variances[kept].sqrt()).to(rows)
     return rows.T @ weights
+
+
+def simulated_directions(
+    clients: SimulatedClients,
+    coordinates: Coordinates,
+    groups: Tensor,
+    shares: Tensor,
+    draws: int,
+    count: int,
+    learning: Learning,
+    steps: Steps,
+) -> Tensor:
+    """The principal directions ``[width, at most count]`` of what clients send on average over the draws of a defense.
+
+    Noise as large as the signal, on many more values than there are clients, would hide all but the first few of them;
+    the attacker may remove it, because it simulates these clients.
+
+    Args:
+        clients: the clients to simulate.
+        coordinates: the values of an update that are used.
+        groups: ``[clients, batch size]``, their examples.
+        shares: ``[clients, classes]``, the share of each class among a client's examples, by which rows are centred.
+        draws: how many draws of the defense are averaged.
+        count: how many directions.
+        learning: the attacker's randomness, and where finished parts are kept.
+        steps: counts draws.
+    """
+    rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
+    undefended = torch.zeros_like(rows) if draws > 1 else None
+    squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
+
+    def simulate(part: Tensor) -> dict[str, Tensor]:
+        mean, power = rows.new_zeros(len(part), coordinates.width), torch.zeros_like(squares)
+        for updates in clients.draws(part, draw_seeds(draws, len(part), learning.generator)):
+            drawn = coordinates.rows(updates)
+            mean += drawn / draws
+            power += drawn.square().sum(0, dtype=torch.float64)
+        if undefended is None:
+            return {"mean": mean, "power": power}
+        honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
+        return {"mean": mean, "power": power, "undefended": coordinates.rows(honest)}
+
+    done = 0
+    for part in torch.split(groups, clients.chunk(groups.shape[1])):
+        here = slice(done, done + len(part))
+        found = learning.once(f"directions-{done}", partial(simulate, part))
+        rows[here] = found["mean"]
+        squares += found["power"]
+        if undefended is not None:
+            undefended[here] = found["undefended"]
+        steps.add(draws * len(part))
+        done += len(part)
+    if undefended is not None:
+        noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
+        rows = denoised(rows, undefended, noise / (draws - 1))
+    centres = centres_of(rows, shares)
+    for place in range(0, len(rows), 256):  # in parts, so that there is no other table
+        rows[place : place + 256] -= shares[place : place + 256] @ centres
+    return principal_directions(rows, count)
+
+
+def simulated_features(
+    clients: SimulatedClients,
+    coordinates: Coordinates,
+    directions: Tensor,
+    groups: Tensor,
+    draws: int,
+    part_name: str,
+    learning: Learning,
+    steps: Steps,
+) -> Tensor:
+    """What clients send, projected on directions: ``[draws, clients, directions]``.
+
+    Args:
+        clients: the clients to simulate.
+        coordinates: the values of an update that are used.
+        directions: ``[width, directions]``.
+        groups: ``[clients, batch size]``, their examples.
+        draws: independent draws of the defense.
+        part_name: a name for these clients, under which finished parts are kept.
+        learning: the attacker's randomness, and where finished parts are kept.
+        steps: counts draws.
+    """
+
+    def simulate(part: Tensor) -> dict[str, Tensor]:
+        drawn = clients.draws(part, draw_seeds(draws, len(part), learning.generator))
+        return {"features": torch.stack([coordinates.rows(updates) @ directions for updates in drawn])}
+
+    table = torch.empty(draws, len(groups), directions.shape[1], device=clients.task.device)
+    done = 0
+    for part in torch.split(groups, clients.chunk(groups.shape[1])):
+        found = learning.once(f"{part_name}-{done}", partial(simulate, part))
+        table[:, done : done + len(part)] = found["features"]
+        steps.add(draws * len(part))
+        done += len(part)
+    return table

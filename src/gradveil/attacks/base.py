@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import ClassVar, Self, TypeVar
 
 import torch
 
@@ -12,7 +12,7 @@ from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks._labels import check_inferable, find_labels
 from gradveil.attacks._learned import Learning, learned_once
 from gradveil.attacks._restarts import best_of
-from gradveil.attacks.findings import Findings, Identification, Reconstruction
+from gradveil.attacks.findings import Attributes, Findings, Identification, Membership, Reconstruction
 from gradveil.attacks.problem import Observed, Problem, Progress, checked_candidates, granted_public, observed_rounds
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
@@ -24,6 +24,16 @@ from gradveil.defenses.base import Batch
 from gradveil.task import Task
 
 ATTACKS: Registry["Attack"] = Registry("attack", "gradveil.attacks")
+
+F = TypeVar("F", bound=Findings)
+
+_CALLS: dict[type[Findings], str] = {
+    Reconstruction: "reconstruct(task, updates, threat)",
+    Identification: "identify(task, updates, candidates, threat)",
+    Membership: "find_members(task, updates, candidates, threat)",
+    Attributes: "infer(task, updates, threat)",
+}
+"""How users call an attack, by what it finds."""
 
 
 class Attack(Method, ABC):
@@ -39,7 +49,7 @@ class Attack(Method, ABC):
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
-    identifies: ClassVar[bool] = False  # True: `run` scores `Problem.candidates` and reconstructs nothing
+    finds: ClassVar[type[Findings]] = Reconstruction  # what `run` returns, which decides how it is called
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
@@ -115,17 +125,17 @@ class Attack(Method, ABC):
             execution: ``"loop"``, ``"batch"``, ``"compile-loop"``, ``"compile"``, or ``"auto"``: whichever is fastest
                 when timed.
         """
-        if self.identifies:
-            raise ThreatModelError(
-                f"{self.name}: scores candidates and reconstructs nothing; use identify(task, updates, candidates, "
-                "threat), or another attack"
-            )
+        self._check_finds(Reconstruction)
         with timed(task.device) as took:
             problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
             knowledge = problem.knowledge
             if knowledge and knowledge.draw:
                 execution = "loop"  # a defense's own code cannot be vmapped
-            found = best_of(self.restarts, self._run, replace(problem, progress=progress, execution=execution))
+            found = best_of(
+                self.restarts,
+                partial(self._found, Reconstruction),
+                replace(problem, progress=progress, execution=execution),
+            )
             inputs = found.inputs.to(task.dtype)
             if knowledge and knowledge.after:
                 inputs = knowledge.after(inputs.flatten(0, 1)).view_as(inputs)
@@ -152,24 +162,84 @@ class Attack(Method, ABC):
             generator: the attacker's randomness; default: fresh entropy.
             progress: called with (steps done, total steps, seconds left).
         """
-        if not self.identifies:
-            raise ThreatModelError(
-                f"{self.name}: reconstructs inputs and does not score candidates; use reconstruct(task, updates, "
-                "threat), or gradveil.attack('identification')"
-            )
+        return self._score(Identification, task, updates, candidates, threat, generator, progress)
+
+    def find_members(
+        self,
+        task: Task,
+        updates: Observed,
+        candidates: Batch,
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = None,
+    ) -> Membership:
+        """Say how likely each candidate is to be in the data that a client trained on, in any of the observed rounds.
+
+        Args:
+            task: the model at the weights the victims were sent, in the first round if there are several.
+            updates: what the server saw of each victim, as for `reconstruct`; usually several rounds of each.
+            candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, the same for all victims.
+            threat: what the attacker may know and use.
+            generator: the attacker's randomness; default: fresh entropy.
+            progress: called with (steps done, total steps, seconds left).
+        """
+        return self._score(Membership, task, updates, candidates, threat, generator, progress)
+
+    def infer(
+        self,
+        task: Task,
+        updates: Observed,
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = None,
+    ) -> Attributes:
+        """Say which attribute, a property that is not the label, the examples behind each update have.
+
+        Args:
+            task: the model at the weights the victims were sent.
+            updates: what the server saw of each victim, as for `reconstruct`.
+            threat: what the attacker may know and use, with which the attack was fitted.
+            generator: the attacker's randomness; default: fresh entropy.
+            progress: called with (steps done, total steps, seconds left).
+        """
+        self._check_finds(Attributes)
+        with timed(task.device) as took:
+            problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
+            found = self._found(Attributes, replace(problem, progress=progress))
+        return replace(found, seconds=took.seconds)
+
+    def _score(
+        self,
+        kind: type[F],
+        task: Task,
+        updates: Observed,
+        candidates: Batch,
+        threat: ThreatModel,
+        generator: torch.Generator | None,
+        progress: Progress,
+    ) -> F:
+        self._check_finds(kind)
         with timed(task.device) as took:
             problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
             checked = checked_candidates(self.name, task, candidates, threat.batch_size)
-            found = self.run(replace(problem, candidates=checked, progress=progress))
-            if not isinstance(found, Identification):
-                raise ThreatModelError(f"{self.name}: identify expects an Identification, got {type(found).__name__}")
+            found = self._found(kind, replace(problem, candidates=checked, progress=progress))
         return replace(found, seconds=took.seconds)
 
-    def _run(self, problem: Problem) -> Reconstruction:
-        found = self.run(problem)
-        if not isinstance(found, Reconstruction):
+    def _check_finds(self, kind: type[Findings]) -> None:
+        if self.finds is not kind:
             raise ThreatModelError(
-                f"{self.name}: reconstruct expects a Reconstruction, got {type(found).__name__}; call run(problem)"
+                f"{self.name}: has no {kind.__name__.lower()} to return, it finds {self.finds.__name__.lower()}; use "
+                f"{_CALLS[self.finds]}, or another attack"
+            )
+
+    def _found(self, kind: type[F], problem: Problem) -> F:
+        found = self.run(problem)
+        if not isinstance(found, kind):
+            method, _, _ = _CALLS[kind].partition("(")
+            raise ThreatModelError(
+                f"{self.name}: {method} expects a {kind.__name__}, got {type(found).__name__}; call run(problem)"
             )
         return found
 

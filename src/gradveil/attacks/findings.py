@@ -118,3 +118,44 @@ class Identification(Findings):
         """
         checks.integer("Identification", "count", count, low=1, high=self.scores.shape[1])
         return self.scores.topk(count, dim=1).indices
+
+
+@dataclass(frozen=True)
+class Membership(Findings):
+    """How likely each of some candidates is to be in the data that a client trained on, over all observed rounds.
+
+    Args:
+        scores: ``[victims, candidates]``; the higher, the more likely. Learned scores are log-odds; all others only
+            rank the candidates of one victim.
+
+    Example:
+        >>> import torch
+        >>> Membership(torch.tensor([[0.1, 2.0, -1.0]])).scores.argmax(1)
+        tensor([1])
+    """
+
+    scores: Tensor
+
+
+@dataclass(frozen=True)
+class Attributes(Findings):
+    """What an update says about a property of its examples that is not the label, and what the labels alone say.
+
+    Args:
+        scores: ``[victims, attributes]``, log-probabilities; for a batch, of an example drawn from it.
+        baseline: the same for a guesser who knows the labels and the public rates of the attributes given a label, but
+            not the update. Only what exceeds this was leaked by the update.
+
+    Example:
+        >>> import torch
+        >>> Attributes(torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.4, 0.6]]).log()).guesses
+        tensor([0])
+    """
+
+    scores: Tensor
+    baseline: Tensor
+
+    @property
+    def guesses(self) -> Tensor:
+        """The most likely attribute of each victim."""
+        return self.scores.argmax(1)

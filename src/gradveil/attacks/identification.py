@@ -97,7 +97,7 @@ class CandidateIdentification(Attack):
     paper = "ours; MacKay, Neural Computation 1992"
     adapts = True
     finds_labels = True
-    identifies = True
+    finds = Identification
 
     form: str = choice("ridge", FORMS)
     coordinates: int = integer(100_000, low=1)

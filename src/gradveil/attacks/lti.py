@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from time import perf_counter
 from typing import Self
 
@@ -11,14 +10,13 @@ from torch import Tensor
 
 from gradveil.attacks._inverse import Examples, Network, apply_linear, fit_linear, gains_of, train_network
 from gradveil.attacks._learned import Learning
-from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
+from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
     SUBSET,
     SimulatedClients,
     Steps,
     check_simulation,
-    draw_seeds,
     grouped,
     hold_out,
     kinds_of,
@@ -151,23 +149,11 @@ class LTI(Attack):
 
         flat = inputs.flatten(1).float()
         means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
-        directions = self._directions(
-            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, learning, steps
-        )
+        shares = shares_of(kinds[subset], classes)
+        directions = simulated_directions(clients, coordinates, subset, shares, draws, self.directions, learning, steps)
 
         def features_of(whose: str, groups: Tensor, count: int) -> Tensor:
-            def simulate(part: Tensor) -> dict[str, Tensor]:
-                drawn = clients.draws(part, draw_seeds(count, len(part), generator))
-                return {"features": torch.stack([coordinates.rows(updates) @ directions for updates in drawn])}
-
-            table = torch.empty(count, len(groups), directions.shape[1], device=task.device)
-            done = 0
-            for part in torch.split(groups, clients.chunk(threat.batch_size)):
-                found = learning.once(f"{whose}-{done}", partial(simulate, part))
-                table[:, done : done + len(part)] = found["features"]
-                steps.add(count * len(part))
-                done += len(part)
-            return table
+            return simulated_features(clients, coordinates, directions, groups, count, whose, learning, steps)
 
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, shares_of(kinds[groups], classes), means[kinds[groups]], groups, flat)
@@ -218,54 +204,6 @@ class LTI(Attack):
         kept = {name: value for name, value in self.learned.items() if not name.startswith(LAYER)}
         known = {**kept, "error": self.learned["linear error"], "steps": torch.tensor(0)}
         return replace(self, learned=Tensors(known))
-
-    def _directions(
-        self,
-        clients: SimulatedClients,
-        coordinates: Coordinates,
-        groups: Tensor,
-        shares: Tensor,
-        draws: int,
-        learning: Learning,
-        steps: Steps,
-    ) -> Tensor:
-        """The principal directions of what clients send on average over the draws.
-
-        Noise as large as the signal, on many more values than there are clients, would hide all but the first few of
-        them; the attacker may remove it, because it simulates these clients.
-        """
-        rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
-        undefended = torch.zeros_like(rows) if draws > 1 else None
-        squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
-
-        def simulate(part: Tensor) -> dict[str, Tensor]:
-            mean, power = rows.new_zeros(len(part), coordinates.width), torch.zeros_like(squares)
-            for updates in clients.draws(part, draw_seeds(draws, len(part), learning.generator)):
-                drawn = coordinates.rows(updates)
-                mean += drawn / draws
-                power += drawn.square().sum(0, dtype=torch.float64)
-            if undefended is None:
-                return {"mean": mean, "power": power}
-            honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
-            return {"mean": mean, "power": power, "undefended": coordinates.rows(honest)}
-
-        done = 0
-        for part in torch.split(groups, clients.chunk(groups.shape[1])):
-            here = slice(done, done + len(part))
-            found = learning.once(f"directions-{done}", partial(simulate, part))
-            rows[here] = found["mean"]
-            squares += found["power"]
-            if undefended is not None:
-                undefended[here] = found["undefended"]
-            steps.add(draws * len(part))
-            done += len(part)
-        if undefended is not None:
-            noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
-            rows = denoised(rows, undefended, noise / (draws - 1))
-        centres = centres_of(rows, shares)
-        for place in range(0, len(rows), 256):  # in parts, so that there is no other table
-            rows[place : place + 256] -= shares[place : place + 256] @ centres
-        return principal_directions(rows, self.directions)
 
     @torch.no_grad()
     def run(self, problem: Problem) -> Reconstruction:

@@ -37,7 +37,7 @@ class Problem:
         progress: called with (steps done, total steps, seconds left).
         execution: how to evaluate the victims, see `matching.Objective`.
         candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, some of which may be the victims', for an
-            attack that identifies; None: there are none.
+            attack that scores candidates; None: there are none.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
@@ -103,6 +103,66 @@ def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:
     inputs, labels = threat.public[0].to(task.device, task.dtype), threat.public[1].to(task.device)
     task.check(inputs, labels)
     return inputs, labels
+
+
+def granted_attributes(owner: str, threat: ThreatModel) -> Tensor:
+    """The attributes of the public examples, whole numbers from 0; refused if they are not granted or do not fit.
+
+    Args:
+        owner: the caller's name, for error messages.
+        threat: what the attacker may know; its public data were granted.
+    """
+    attributes = threat.public_attributes
+    assert threat.public is not None
+    if attributes is None:
+        raise ThreatModelError(
+            f"{owner}: needs the attribute of every public example, which this threat model does not grant; use "
+            "ThreatModel(public=(inputs, labels), public_attributes=attributes)"
+        )
+    count = len(threat.public[0])
+    if attributes.shape != (count,) or attributes.dtype != torch.long or int(attributes.min()) < 0:
+        raise InputError(
+            f"{owner}: public_attributes must be {count} whole numbers from 0, one for each public example, got shape "
+            f"{list(attributes.shape)} of {attributes.dtype}"
+        )
+    if len(torch.unique(attributes)) < 2:
+        raise InputError(
+            f"{owner}: expected public examples with two attributes or more, got only {int(attributes[0])}; there is "
+            "nothing to infer"
+        )
+    return attributes.to(threat.public[0].device)
+
+
+def known_members(owner: str, task: Task, threat: ThreatModel, victims: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Examples whose membership the attacker knows, on the task's device; refused if there are none or they do not fit.
+
+    Args:
+        owner: the caller's name, for error messages.
+        task: the model and its loss.
+        threat: what the attacker may know.
+        victims: how many victims are attacked.
+    """
+    if threat.known_members is None:
+        raise ThreatModelError(
+            f"{owner}: learns from examples whose membership is known, which this threat model does not grant; use "
+            "ThreatModel(known_members=(inputs, labels, members)) or another form"
+        )
+    inputs, labels, members = (part.to(task.device) for part in threat.known_members)
+    inputs = inputs.to(task.dtype)
+    try:
+        task.check(inputs, labels)
+    except InputError as error:
+        raise InputError(f"{owner}: the known members do not fit the model: {error}") from error
+    if members.shape != (victims, len(inputs)) or members.dtype != torch.bool:
+        raise InputError(
+            f"{owner}: the mask of known members must have shape {[victims, len(inputs)]} and be boolean, got "
+            f"{list(members.shape)} of {members.dtype}"
+        )
+    if not members.any() or members.all():
+        raise InputError(
+            f"{owner}: expected known members and known others, got {int(members.sum())} members of {members.numel()}"
+        )
+    return inputs, labels, members
 
 
 def checked_candidates(owner: str, task: Task, candidates: Batch, batch_size: int) -> Batch:

@@ -29,6 +29,10 @@ class ThreatModel:
         rounds: how many rounds of each victim, on the same data, the attacker saw (see `gradveil.Rounds`).
         public: inputs and labels that anybody may have, none of them a victim's, which the attacker may learn from;
             None: there are none.
+        public_attributes: ``[N]``, whole numbers from 0: a property of each public example that is not its label, for
+            an attack that infers it; None: it is not known.
+        known_members: inputs ``[K, ...]``, labels ``[K, ...]`` and a mask ``[victims, K]``, True for examples that the
+            attacker knows to be in a victim's data; of the others it knows that they are not. None: it knows of none.
 
     Example:
         >>> import torch
@@ -46,6 +50,8 @@ class ThreatModel:
     statistics: dict[str, Tensor] | None = None
     rounds: int = 1
     public: Batch | None = None
+    public_attributes: Tensor | None = None
+    known_members: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])

@@ -7,6 +7,7 @@ adds a metric. From outside the package, ``gradveil.metrics.METRICS.add(Metric(.
 from importlib import import_module
 from pkgutil import iter_modules
 
+from gradveil.metrics.attributes import attribute_summary
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.identification import auc, information_bits, rank_one_accuracy, share_named, true_positive_rate
 from gradveil.metrics.labels import label_accuracy
@@ -34,6 +35,7 @@ __all__ = [
     "Metric",
     "Reidentification",
     "Scorer",
+    "attribute_summary",
     "auc",
     "decoy_auc",
     "decoy_scores",

@@ -109,7 +109,20 @@ def over_games(metric: Callable[[Tensor, Tensor], float], scores: Tensor, member
     >>> over_games(auc, scores, torch.tensor([[True, False, False]] * 8))
     Estimate(value=1.0, low=1.0, high=1.0)
     """
-    values = torch.tensor([metric(*game) for game in zip(scores, members, strict=True)], dtype=torch.float64)
+    return mean_estimate(
+        torch.tensor([metric(*game) for game in zip(scores, members, strict=True)], dtype=torch.float64)
+    )
+
+
+def mean_estimate(values: Tensor) -> Estimate:
+    """The mean of some games' figures, with its percentile-bootstrap interval; the resampling is seeded.
+
+    Args:
+        values: ``[games]``, in double precision.
+
+    >>> mean_estimate(torch.ones(8, dtype=torch.float64))
+    Estimate(value=1.0, low=1.0, high=1.0)
+    """
     if len(values) < FEWEST_GAMES:
         return Estimate(float(values.mean()), -math.inf, math.inf)
     drawn = torch.randint(len(values), (RESAMPLES, len(values)), generator=derived_generator(0, "games", len(values)))
