@@ -1,6 +1,7 @@
 """Run an audit: attack every defense on the same victims, then train under every defense."""
 
 import dataclasses
+import hashlib
 import os
 import platform
 import shutil
@@ -120,7 +121,7 @@ def run(
         _run(config, folder, resume, progress, workers, ray, announce)
 
 
-def plan(config: AuditConfig, folder: Path, *, resume: bool = False, workers: int | None = None) -> Plan:
+def make_plan(config: AuditConfig, folder: Path, *, resume: bool = False, workers: int | None = None) -> Plan:
     """What `run` would do, with an estimate of the time that is measured here; nothing is written.
 
     Args:
@@ -310,7 +311,8 @@ class Subject:
         task: the model as the server has it.
         victims: the victims that are attacked.
         root: a few training examples that no client holds, which defenses and active servers are prepared with.
-        public: training examples, those of `root` first, which attackers who learn may learn from.
+        public_examples: the numbers of training examples, those of `root` first, which attackers who learn may learn
+            from.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
         blind_scores: its scores by the primary metric, ``[victims, examples]``.
@@ -321,7 +323,7 @@ class Subject:
     task: Task
     victims: Victims
     root: Batch
-    public: Batch
+    public_examples: Tensor
     computed: Mapping[str, bool]
     blind: Tensor
     blind_scores: Tensor
@@ -374,18 +376,22 @@ class Subject:
         blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
         assert blind_scores is not None  # the primary metric can always be computed
         root, others = split_public(train_split, config.seed)
-        public = torch.cat([root, others])[: config.public]
         return cls(
             config,
             dataset,
             task,
             victims,
             as_batch(task, train_split.batch(root)),
-            as_batch(task, train_split.batch(public)),
+            torch.cat([root, others])[: config.public],
             computed,
             guess.view_as(victims.inputs),
             blind_scores.view(victims.inputs.shape[:2]),
         )
+
+    @cached_property
+    def public(self) -> Batch:
+        """The public examples as inputs: four times the size of the bytes of images, so only if an attacker learns."""
+        return as_batch(self.task, self.dataset.train.batch(self.public_examples))
 
     @cached_property
     def games(self) -> games.Games:
@@ -424,7 +430,7 @@ class Subject:
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
-            public=self.public,
+            public=self.public if attack.needs_public else None,
         )
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
@@ -459,8 +465,8 @@ class Subject:
                 if True in self.attackers(create_defense(spec), attack)
             ],
             "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
-            "public_examples": len(self.public[0]),
-            "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.public[0].cpu()),
+            "public_examples": len(self.public_examples),
+            "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.dataset.train, self.public_examples),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
             "caveats": {spec: sentences for spec, sentences in caveats.items() if sentences},
             "dataset_source": self.dataset.source,
@@ -481,10 +487,14 @@ class Subject:
         }
 
 
-def _overlap(victims: Tensor, public: Tensor) -> int:
+def _overlap(victims: Tensor, split: data.Split, public: Tensor) -> int:
     """How many of the victims' examples are among the public ones, to the bit."""
-    known = {example.numpy().tobytes() for example in public.float()}
-    return sum(example.numpy().tobytes() in known for example in victims.float())
+    known = {_digest(split.batch(place[None])[0][0]) for place in public}
+    return sum(_digest(example) in known for example in victims)
+
+
+def _digest(example: Tensor) -> bytes:
+    return hashlib.sha256(example.float().contiguous().numpy().data).digest()
 
 
 def _training(config: AuditConfig) -> Training:
@@ -706,8 +716,9 @@ class _Work:
         prepared, subject, config = self._prepare(spec, IDENTIFIER)[0], self.subject, self.config
         drawn = subject.games
         # Single examples need no others to be told apart from.
-        inputs, targets = (part[:PUBLIC_ROWS] for part in subject.public)
-        public = (inputs, targets) if config.batch_size > 1 and len(inputs) else None
+        chosen = subject.public_examples[:PUBLIC_ROWS]
+        needed = config.batch_size > 1 and len(chosen) > 0
+        public = as_batch(subject.task, subject.dataset.train.batch(chosen)) if needed else None
         found = games.play(
             drawn,
             prepared,
