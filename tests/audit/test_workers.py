@@ -168,12 +168,10 @@ def test_what_goes_wrong_in_a_worker_is_said_as_if_it_had_gone_wrong_here(data_f
     config = config_for(data_file, attacks=("idlg:iterations=1",))
     run(config, tmp_path / "out")
     described = read_audit(tmp_path / "out")
-    with (
-        Processes(1, {**described, "weights_digest": "0" * 16}, load(data_file)) as crew,
-        pytest.raises(WorkerError, match="another weights_digest than the audit has: expected '0000"),
-    ):
+    with Processes(1, {**described, "weights_digest": "0" * 16}, load(data_file)) as crew:
         crew.begin(0, Piece("training", "none"), "none")
-        crew.next()
+        with pytest.raises(WorkerError, match="another weights_digest than the audit has: expected '0000"):
+            crew.next()
 
 
 def test_a_wrong_number_of_workers_is_refused(data_file, tmp_path):
@@ -211,7 +209,7 @@ def test_estimates_come_from_the_steps_of_pieces_that_are_broken_off():
     """Ten milliseconds a step; the first piece of each kind is begun, and none of them finished."""
     begun = []
 
-    def perform(piece, strength, report):
+    def perform(piece, _strength, report):
         begun.append(piece.what)
         for step in range(1, 1001):
             time.sleep(0.01)

@@ -100,6 +100,7 @@ class Processes(Crew):
         self._notes: set[str] = set()
         self._doing = ["starting"] * size
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._listeners: list[threading.Thread] = []
         with tempfile.TemporaryFile() as file:
             data = share(dataset, file)
             assignment = {"audit": described, "folder": os.getcwd(), "data": data}
@@ -107,7 +108,8 @@ class Processes(Crew):
                 for worker in range(size):
                     self._processes.append(_start(file))
                     self._send(worker, assignment)
-                    threading.Thread(target=self._listen, args=(worker,), daemon=True).start()
+                    self._listeners.append(threading.Thread(target=self._listen, args=(worker,), daemon=True))
+                    self._listeners[worker].start()
             except BaseException:
                 self.close()
                 raise
@@ -144,9 +146,13 @@ class Processes(Crew):
         """Kill the processes: what they have not sent would be done again anyway."""
         for process in self._processes:
             process.kill()
+        for listener in self._listeners:
+            listener.join()  # what they said last is not wanted any more
         for process in self._processes:
             process.wait()
             assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdout.close()
             with suppress(BrokenPipeError):
                 process.stdin.close()
 
