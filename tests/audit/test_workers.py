@@ -19,6 +19,7 @@ from gradveil.audit.workers import Processes
 from gradveil.core import plugins
 from gradveil.core.errors import MissingPackageError, ParameterError, WorkerError
 from gradveil.data import load
+from gradveil.defenses import DEFENSES
 
 FILES = ("results.jsonl", "identification.jsonl", "utility.jsonl")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -62,17 +63,19 @@ def written(folder: Path) -> list[str]:
     return sorted(map(json.dumps, timeless))
 
 
+def state_of(process: int) -> list[str]:
+    """The state of a process and the number of the one that started it; nothing if it has ended."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [] if words[0] == "Z" else words[:2]  # Z: it has ended, but nobody has asked for its exit code
+
+
 def workers_of(parent: int) -> list[int]:
     """The worker processes that a process has started."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if int(words[1]) == parent and words[0] != "Z":
-            found.append(int(process.name))
-    return found
+    processes = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [process for process in processes if state_of(process)[1:] == [str(parent)]]
 
 
 def until(condition, seconds: float = 60.0):
@@ -84,7 +87,7 @@ def until(condition, seconds: float = 60.0):
 
 
 @pytest.mark.slow
-def test_rows_do_not_depend_on_the_number_of_workers(data_file, tmp_path):
+def test_rows_do_not_depend_on_the_number_of_workers(data_file, tmp_path, monkeypatch):
     """A model and a defense of the user's own among them: workers load the files again."""
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
@@ -103,6 +106,8 @@ def test_rows_do_not_depend_on_the_number_of_workers(data_file, tmp_path):
         "    def perturb_rows(self, rows, draws):\n"
         "        return rows / 2\n"
     )
+    monkeypatch.setattr(plugins, "_files", {})
+    monkeypatch.setattr(DEFENSES, "_factories", dict(DEFENSES._factories))
     plugins.load_files([str(tmp_path / "halving.py")])
     config = config_for(data_file, model=f"{tmp_path / 'mine.py'}@build", defenses=("none", "halving"))
     steps = []
@@ -134,7 +139,7 @@ def test_killed_at_any_moment_an_audit_with_workers_ends_with_the_same_rows(data
         workers = until(lambda: workers_of(process.pid))  # noqa: B023
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers))  # noqa: B023
+        until(lambda: not any(map(state_of, workers)))  # noqa: B023
     before = results.read_text()
     run(config, folder, resume=True, workers=2)
     assert results.read_text().startswith(before.rpartition("\n")[0])
@@ -150,16 +155,19 @@ def test_a_worker_that_is_killed_is_an_error_in_one_line(data_file, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "gradveil", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    until(lambda: (folder / "results.jsonl").exists() and (folder / "results.jsonl").read_text().count("\n") == 12)
-    workers = workers_of(process.pid)
-    os.kill(workers[0], signal.SIGKILL)
-    _, err = process.communicate(timeout=60)
+    try:
+        until(lambda: len(workers_of(process.pid)) == 2)
+        workers = workers_of(process.pid)
+        os.kill(workers[0], signal.SIGKILL)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 2
     assert "Traceback" not in err
     error = next(line for line in err.splitlines() if line.startswith("error:"))
     assert "a worker process has ended (signal 9) during training under" in error
     assert f"Resume with: gradveil audit --resume --out {folder}" in error
-    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert not any(map(state_of, workers))
 
 
 @pytest.mark.slow
