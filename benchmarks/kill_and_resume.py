@@ -18,20 +18,36 @@ import tempfile
 import time
 from pathlib import Path
 
+import numpy as np
+
 from gradveil.audit import AuditConfig
 
 FILES = ("results.jsonl", "identification.jsonl", "utility.jsonl")
 CONFIG = AuditConfig(
+    dataset="stripes.npz",
     model="mlp",
-    defenses=("none", "gaussian-noise:std=0.1", "top-k:keep=0.1", "dual-pruning"),
-    attacks=("idlg:iterations=40", "inverting-gradients:iterations=40", "lti:directions=20,draws=1,hidden=16,epochs=2"),
+    defenses=("none", "gaussian-noise:std=0.1", "top-k:keep=0.1"),
+    attacks=("idlg:iterations=30", "inverting-gradients:iterations=30", "lti:directions=20,draws=1,hidden=16,epochs=2"),
     victims=8,
-    chunk=2,
-    rounds=60,
+    chunk=1,
+    rounds=30,
     games=10,
     candidates=20,
-    public=300,
+    public=100,
 )
+
+
+def write_data() -> None:
+    """Small images, bright above or below, so that starting takes longer than loading them."""
+    rng = np.random.default_rng(0)
+    arrays = {}
+    for split, count in (("train", 300), ("test", 60)):
+        labels = np.arange(count) % 2
+        images = rng.integers(0, 100, (count, 12, 12, 1), dtype=np.uint8)
+        images[labels == 0, :6] += 120
+        images[labels == 1, 6:] += 120
+        arrays |= {f"x_{split}": images, f"y_{split}": labels}
+    np.savez(CONFIG.dataset, **arrays)
 
 
 def rows(folder: Path) -> dict[str, list[str]]:
@@ -86,6 +102,8 @@ def main() -> None:
     moments = random.Random(arguments.seed)
     with tempfile.TemporaryDirectory() as place:
         os.environ["GRADVEIL_CACHE"] = str(Path(place) / "cache")
+        os.chdir(place)
+        write_data()
         whole, folder = Path(place) / "whole", Path(place) / "killed"
         began = time.monotonic()
         process = begin(whole, 1)

@@ -196,6 +196,7 @@ def test_ray_that_is_not_installed_is_an_error_in_words(data_file, tmp_path, mon
 
 @pytest.mark.slow
 @pytest.mark.deployment
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")  # of Ray
 def test_rows_on_a_ray_cluster_of_two_nodes_are_the_same(data_file, tmp_path):
     from ray.cluster_utils import Cluster
 

@@ -230,6 +230,12 @@ class RayCluster(Crew):
     def __init__(self, address: str, described: Json, size: int | None = None) -> None:
         ray = ray_package
         passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
+        if ray.is_initialized():
+            raise WorkerError(
+                "audit: Ray is running in this process, and the audit would shut it down; call ray.shutdown() first"
+            )
+        # Ray will do this by default in a later version, and warns until then.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             ray.init(
                 address=address,
@@ -245,13 +251,13 @@ class RayCluster(Crew):
                 "`ray start --head`, and other nodes with `ray start --address HOST:PORT`"
             ) from error
         self._notes: set[str] = set()
+        self._running: dict[Any, tuple[int, str]] = {}
+        self._waiting: list[Message] = []
         available = int(ray.cluster_resources().get("CPU", 0))
         self.size = max(1, min(size or available, available))
         station = ray.remote(num_cpus=1, max_restarts=0)(RayStation)
         assignment = json.dumps({"audit": described, "folder": os.getcwd(), "data": None})
         self._stations = [station.remote(assignment) for _ in range(self.size)]
-        self._running: dict[Any, tuple[int, str]] = {}
-        self._waiting: list[Message] = []
 
     def begin(self, worker: int, piece: Piece, strength: str) -> None:
         """Let a process of the cluster perform the piece."""
