@@ -16,9 +16,9 @@ audit: .venv/.installed
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# Starts a Flower deployment on loopback: a SuperLink and SuperNodes with TLS and keys. A few minutes.
+# Starts a Flower deployment on loopback (a SuperLink and SuperNodes with TLS and keys) and a Ray cluster. A few minutes.
 test-deployment: .venv/.installed-dev
-	$(BIN)/python -m pytest -m deployment tests/federation/test_deployment.py
+	$(BIN)/python -m pytest -m deployment tests/federation/test_deployment.py tests/audit/test_workers.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

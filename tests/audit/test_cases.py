@@ -274,7 +274,7 @@ def test_an_audit_learns_once_also_if_it_is_interrupted(dataset, nearest, tmp_pa
     def interrupted(self, spec, *arguments):
         if spec != "none":
             raise KeyboardInterrupt
-        attack(self, spec, *arguments)
+        return attack(self, spec, *arguments)
 
     with monkeypatch.context() as context:
         context.setattr(_Work, "_attack", interrupted)

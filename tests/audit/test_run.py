@@ -124,10 +124,11 @@ def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
     run(config, tmp_path / "whole")
     expected = comparable(rows(tmp_path / "whole"))
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--out", str(folder), "--resume"]
+    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--out", str(folder)]
     kills = 0
     for wanted_rows in (1, 6, 12, 17):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        resume = ["--resume"] if (folder / "config.json").exists() else []
+        process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             file = folder / "results.jsonl"
             if file.exists() and file.read_bytes().count(b"\n") >= wanted_rows:
@@ -139,7 +140,7 @@ def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
     assert kills >= 2
     with (folder / "results.jsonl").open("ab") as file:
         file.write(b'{"defense": "no')  # what a kill in the middle of a write leaves
-    finished = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    finished = subprocess.run([*command, "--resume"], check=False, capture_output=True, text=True, timeout=300)
     assert finished.returncode == 0, finished.stderr
     assert comparable(rows(folder)) == expected
     assert [row["defense_spec"] for row in rows(folder, "utility.jsonl")] == list(config.defenses)

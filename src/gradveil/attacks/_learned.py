@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from gradveil._version import __version__
@@ -100,12 +101,18 @@ def learned_once(
     assert threat.public is not None
     prepare_folder(folder, "learned attacks")
     path = folder / f"{learned_digest(attack, task, threat, learning.generator)}.safetensors"
-    if path.exists():
-        try:
-            return _read(attack, path, task.device)
-        except DataError:
-            path.unlink()
-    learning = dataclasses.replace(learning, kept=path)
+    # Another process that needs the same waits, instead of learning it too.
+    with FileLock(folder / f".{path.stem}.lock"):
+        if path.exists():
+            try:
+                return _read(attack, path, task.device)
+            except DataError:
+                path.unlink()
+        return _learn(path, dataclasses.replace(learning, kept=path), learn)
+
+
+def _learn(path: Path, learning: Learning, learn: Callable[[Learning], A]) -> A:
+    """Learn, and write what was learned."""
     fitted = learn(learning)
     tensors: dict[str, Tensor] = {}
     about: dict[str, Any] = {}

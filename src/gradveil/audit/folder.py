@@ -141,6 +141,9 @@ def read_rows(folder: Path, config: Json) -> Rows:
 
     If the process was killed and the last line is cut short, that line is left out and its file named in `torn`;
     anything else that is broken, or belongs to another audit, raises `DataError` with the file and the line.
+
+    The rows are in the order of the config's defenses, attacks and victims; in the files they are in that in which they
+    were finished, which with several workers is never the same.
     """
     torn: list[str] = []
     matches = _read(folder / MATCHES, MatchRow, config, torn, partial(_check_match, config=config))
@@ -150,6 +153,11 @@ def read_rows(folder: Path, config: Json) -> Rows:
     check_games = partial(_check_identification, config=config, attacked=attacked)
     identifications = _read(folder / IDENTIFICATIONS, IdentificationRow, config, torn, check_games)
     utility = _read(folder / UTILITY, UtilityRow, config, torn, partial(_asked, attacked=attacked))
+    place = {spec: number for number, spec in enumerate([None, *attacked, BLIND_GUESS, *config["attacks"]])}
+    matches.sort(key=lambda row: list(config["defenses"]).index(row.asked))
+    results.sort(key=lambda row: (place[row.defense_spec], place[row.attack_spec], row.adaptive, row.victim))
+    identifications.sort(key=lambda row: (place[row.defense_spec], row.adaptive))
+    utility.sort(key=lambda row: place[row.defense_spec])
     return Rows(results, identifications, utility, matches, tuple(torn))
 
 

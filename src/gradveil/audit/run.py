@@ -1,12 +1,15 @@
 """Run an audit: attack every defense on the same victims, then train under every defense."""
 
+import dataclasses
+import hashlib
 import os
 import platform
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +23,18 @@ from gradveil.attacks import create as create_attack
 from gradveil.audit import cases, games
 from gradveil.audit.cases import Batch, Case, PreparedDefense, Score, Victims, finite
 from gradveil.audit.config import AuditConfig
-from gradveil.audit.folder import SealedLines, check_config, read_audit, read_rows, refuse_links
+from gradveil.audit.folder import Rows, SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
+from gradveil.audit.pieces import Finished, Piece
+from gradveil.audit.plan import Plan, estimated
 from gradveil.audit.rows import VERSION, IdentificationRow, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
 from gradveil.audit.store import BLIND_GUESS, CONFIG, IDENTIFICATIONS, MATCHES, RESULTS, UTILITY, command_line, slug
-from gradveil.core import plugins
+from gradveil.audit.workers import Crew, Processes, RayCluster
+from gradveil.core import checks, plugins
 from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import OutputError, ThreatModelError
-from gradveil.core.folders import locked, prepare_folder, write_json
+from gradveil.core.folders import locked, prepare_folder, write_json, writing
 from gradveil.core.registry import Method, parse_spec
 from gradveil.data.places import cache_folder
 from gradveil.defenses import Defense
@@ -44,35 +50,35 @@ IDENTIFIER = create_attack("identification")
 """The attacker who looks for a client's example among candidates."""
 PUBLIC_ROWS = 800
 """Public examples that stand for the rest of a batch in its regression; more cost time and change little."""
+KEPT = 8
+"""Prepared defenses that a process keeps: its pieces are not in the order of the defenses."""
 
 ReportStep = Callable[..., None]  # (steps done, steps in all)
-WorkItem = tuple[str, Callable[[ReportStep], None]]  # a piece of work: its description, and the function that does it
 
 
 @dataclass(frozen=True)
 class Step:
-    """The progress of an audit: the current piece of work, and how much of it and of the whole is done.
+    """The progress of an audit: the piece that moved last, and how much of the whole is done.
 
     Args:
-        what: a description of the piece of work.
-        share: how much of it is done, in [0, 1].
-        done: work items finished, not counting this one.
-        total: work items in all.
+        what: a description of the piece.
+        done: pieces finished.
+        total: pieces in all.
+        overall: how much of the whole audit is done, in [0, 1]; a piece counts as much as it is estimated to take.
+        left: seconds left, from the time that what is done took; None: nothing is done yet.
+        ended: whether the piece has just been finished.
 
     Example:
-        >>> Step("idlg against none", 0.5, 2, 10).overall
-        0.25
+        >>> Step("idlg against none", done=2, total=10, overall=0.25, left=90.0).ended
+        False
     """
 
     what: str
-    share: float
     done: int
     total: int
-
-    @property
-    def overall(self) -> float:
-        """How much of the whole audit is done, in [0, 1]; every piece counts the same."""
-        return (self.done + self.share) / self.total
+    overall: float
+    left: float | None = None
+    ended: bool = False
 
 
 def default_folder(config: AuditConfig) -> Path:
@@ -87,11 +93,14 @@ def run(
     *,
     resume: bool = False,
     progress: Callable[[Step], None] | None = None,
+    workers: int | None = 1,
+    ray: str | None = None,
+    announce: Callable[[Plan], None] | None = None,
 ) -> None:
     """Run whatever an audit is still missing.
 
     Every finished row is written to disk immediately. After a crash or an interrupt, the same call with ``resume=True``
-    continues; the rows are the same as those of an uninterrupted run.
+    continues; the rows are the same as those of an uninterrupted run, whatever the number of workers.
 
     Args:
         config: what to audit. A model ``FILE.py@FUNCTION`` in it is code that will run.
@@ -99,14 +108,43 @@ def run(
             else happens, and the digest of the model's file before that file runs.
         resume: continue in a folder that holds results of the same config.
         progress: called as the work proceeds.
+        workers: processes that share the work; 1: this process does it; None: one per core, if that is worth their
+            start.
+        ray: address of a Ray cluster whose processes share the work, by default one per CPU that it has.
+        announce: called with the plan before anything runs.
     """
+    if workers is not None:
+        checks.integer("audit", "workers", workers, low=1)
     prepare_folder(folder, "audit")
     refuse_links(folder)
     with locked(folder, "audit", "audit"):
-        _run(config, folder, resume, progress)
+        _run(config, folder, resume, progress, workers, ray, announce)
 
 
-def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:
+def make_plan(config: AuditConfig, folder: Path, *, resume: bool = False, workers: int | None = None) -> Plan:
+    """What `run` would do, with an estimate of the time that is measured here; nothing is written.
+
+    Args:
+        config: what to audit. A model ``FILE.py@FUNCTION`` in it is code that will run.
+        folder: where results would go.
+        resume: count only what the audit in the folder is still missing.
+        workers: see `run`.
+    """
+    before = _earlier_run(config, folder, resume)
+    subject = Subject.of(config)
+    rows = Rows([], [], [], [], ()) if before is None else read_rows(folder, before)
+    return estimated(_missing(subject, rows), _Work(subject).perform, workers, device=config.device, seconds=1.0)
+
+
+def _run(
+    config: AuditConfig,
+    folder: Path,
+    resume: bool,
+    progress: Callable[[Step], None] | None,
+    workers: int | None,
+    ray: str | None,
+    announce: Callable[[Plan], None] | None,
+) -> None:
     before = _earlier_run(config, folder, resume)
     subject = Subject.of(config)
     now = sealed(subject.describe())
@@ -117,17 +155,102 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
         # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
         decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
         _refuse_changes(folder, before, decisive, _RESTORE)
-    files = _Files(folder, before or now)
-    work_items = list(_Work(subject, files).work_items())
-    for done, (what, work) in enumerate(work_items):
-
-        def report_step(step: int, steps: int, _left: float = 0.0, done: int = done, what: str = what) -> None:
-            if progress:
-                progress(Step(what, step / steps, done, len(work_items)))
-
-        report_step(0, 1)
-        work(report_step)
+    described = before or now
+    files = _Files(folder, described, subject)
+    work = _Work(subject, files.learned)
+    files.save(_guess_blindly(work, files.rows))
+    pieces = _missing(subject, files.rows)
+    if workers == 1 and ray is None and announce is None:
+        planned = Plan(pieces, [1.0] * len(pieces), 1, 0)
+    else:
+        planned = estimated(pieces, _Work(subject).perform, workers, device=config.device)
+    if announce:
+        announce(planned)
+    tracker = _Tracker(planned, progress)
+    if ray is not None:
+        with RayCluster(ray, described, workers) as crew:
+            _share_out(crew, planned, files, tracker)
+    elif planned.workers > 1 and len(pieces) > 1:
+        with Processes(planned.workers, described, subject.dataset) as crew:
+            _share_out(crew, planned, files, tracker)
+    else:
+        for piece in pieces:
+            tracker.moved(piece, 0, 1)
+            strength = files.strengths[piece.defense] if piece.kind != "match" else piece.defense
+            if strength is not None:
+                files.save(work.perform(piece, strength, lambda *step, piece=piece: tracker.moved(piece, *step)))
+            tracker.finished(piece)
     shutil.rmtree(files.learned, ignore_errors=True)  # needed only to resume
+
+
+def _share_out(crew: Crew, planned: Plan, files: "_Files", tracker: "_Tracker") -> None:
+    """Let a crew perform all pieces, the longest first, and write what comes back."""
+    longest_first = sorted(zip(planned.pieces, planned.seconds, strict=True), key=lambda pair: -pair[1])
+    waiting = [piece for piece, _ in longest_first]
+    # The other trainings are measured against that without a defense, and their rows wait for it.
+    waiting.sort(key=lambda piece: (piece.kind != "match", (piece.kind, piece.defense) != ("training", "none")))
+    running: dict[int, Piece] = {}
+    learned: set[tuple[str, str | None]] = set()
+
+    def ready(piece: Piece) -> bool:
+        """Not while its defense is still to be matched, or another worker learns what it needs."""
+        matched = piece.kind == "match" or piece.defense in files.strengths
+        learning = {other.learns for other in running.values()} - learned
+        return matched and (piece.learns is None or piece.learns not in learning)
+
+    while waiting or running:
+        for worker in range(crew.size):
+            piece = next(filter(ready, waiting), None) if worker not in running else None
+            if piece is None:
+                continue
+            waiting.remove(piece)
+            strength = piece.defense if piece.kind == "match" else files.strengths[piece.defense]
+            if strength is None:
+                tracker.finished(piece)  # the match left this defense out
+                continue
+            running[worker] = piece
+            crew.begin(worker, piece, strength)
+            tracker.moved(piece, 0, 1)
+        if not running:
+            continue
+        message = crew.next()
+        piece = running[message.worker]
+        if message.finished is None:
+            tracker.moved(piece, *message.step)
+            continue
+        files.save(message.finished)
+        del running[message.worker]
+        if piece.learns is not None:
+            learned.add(piece.learns)
+        tracker.finished(piece)
+
+
+class _Tracker:
+    """How far the work has come."""
+
+    def __init__(self, planned: Plan, progress: Callable[[Step], None] | None) -> None:
+        self._cost = dict(zip(planned.pieces, planned.seconds, strict=True))
+        self._total = sum(planned.seconds) or 1.0
+        self._progress, self._done = progress, 0
+        self._shares: dict[Piece, float] = {}
+        self._began = time.monotonic()
+
+    def moved(self, piece: Piece, step: float, steps: float, _left: float = 0.0) -> None:
+        """Note that a piece has come to this step; one that starts a second part does not go back."""
+        self._note(piece, max(self._shares.get(piece, 0.0), step / steps))
+
+    def finished(self, piece: Piece) -> None:
+        """Note that a piece is finished."""
+        self._done += 1
+        self._note(piece, 1.0, ended=True)
+
+    def _note(self, piece: Piece, share: float, ended: bool = False) -> None:
+        self._shares[piece] = share
+        if self._progress is None:
+            return
+        overall = min(1.0, sum(self._cost[one] * done for one, done in self._shares.items()) / self._total)
+        left = (time.monotonic() - self._began) * (1 - overall) / overall if overall else None
+        self._progress(Step(piece.what, self._done, len(self._cost), overall, left, ended))
 
 
 def plays_games(config: AuditConfig) -> bool:
@@ -136,7 +259,7 @@ def plays_games(config: AuditConfig) -> bool:
 
 
 def choose_threads(parameters: int) -> int:
-    """Torch threads for a model: small networks run up to ten times slower on several threads than on one."""
+    """Torch threads for a training: small networks run up to ten times slower on several threads than on one."""
     return 1 if parameters < 1_000_000 else os.cpu_count() or 1
 
 
@@ -188,7 +311,8 @@ class Subject:
         task: the model as the server has it.
         victims: the victims that are attacked.
         root: a few training examples that no client holds, which defenses and active servers are prepared with.
-        public: training examples, those of `root` first, which attackers who learn may learn from.
+        public_examples: the numbers of training examples, those of `root` first, which attackers who learn may learn
+            from.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
         blind_scores: its scores by the primary metric, ``[victims, examples]``.
@@ -199,16 +323,22 @@ class Subject:
     task: Task
     victims: Victims
     root: Batch
-    public: Batch
+    public_examples: Tensor
     computed: Mapping[str, bool]
     blind: Tensor
     blind_scores: Tensor
 
     @classmethod
-    def of(cls, config: AuditConfig) -> "Subject":
-        """Load and build what a config names; its settings are checked before anything runs."""
-        name, parameters = parse_spec(config.dataset)
-        dataset = data.load(name, **parameters)
+    def of(cls, config: AuditConfig, dataset: data.Dataset | None = None) -> "Subject":
+        """Load and build what a config names; its settings are checked before anything runs.
+
+        Args:
+            config: the config of the audit.
+            dataset: what it names, if that is loaded already.
+        """
+        if dataset is None:
+            name, parameters = parse_spec(config.dataset)
+            dataset = data.load(name, **parameters)
         task = cases.build_task(
             dataset,
             config.model,
@@ -220,7 +350,8 @@ class Subject:
             device=config.device,
         )
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
-        torch.set_num_threads(choose_threads(task.size))
+        # Workers use the cores. More threads for fewer workers would round differently, and rows must not.
+        torch.set_num_threads(1)
         victims = cases.choose_victims(
             dataset.test,
             config.victims,
@@ -245,18 +376,22 @@ class Subject:
         blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
         assert blind_scores is not None  # the primary metric can always be computed
         root, others = split_public(train_split, config.seed)
-        public = torch.cat([root, others])[: config.public]
         return cls(
             config,
             dataset,
             task,
             victims,
             as_batch(task, train_split.batch(root)),
-            as_batch(task, train_split.batch(public)),
+            torch.cat([root, others])[: config.public],
             computed,
             guess.view_as(victims.inputs),
             blind_scores.view(victims.inputs.shape[:2]),
         )
+
+    @cached_property
+    def public(self) -> Batch:
+        """The public examples as inputs: four times the size of the bytes of images, so only if an attacker learns."""
+        return as_batch(self.task, self.dataset.train.batch(self.public_examples))
 
     @cached_property
     def games(self) -> games.Games:
@@ -275,6 +410,12 @@ class Subject:
             seed=config.seed,
         )
 
+    def chunk(self, attack: Attack) -> int:
+        """Victims that are attacked together: one, where that costs no time, so that a kill costs only that one."""
+        config = self.config
+        alone = cases.choose_execution(self.task, config.batch_size * config.aggregated) == "loop"
+        return 1 if alone and config.observed_rounds == 1 and not attack.needs_public else config.chunk
+
     def case(self, prepared: PreparedDefense, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
         """The case of some of the victims, by default all."""
         config = self.config
@@ -289,7 +430,7 @@ class Subject:
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
-            public=self.public,
+            public=self.public if attack.needs_public else None,
         )
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
@@ -324,8 +465,8 @@ class Subject:
                 if True in self.attackers(create_defense(spec), attack)
             ],
             "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
-            "public_examples": len(self.public[0]),
-            "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.public[0].cpu()),
+            "public_examples": len(self.public_examples),
+            "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.dataset.train, self.public_examples),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
             "caveats": {spec: sentences for spec, sentences in caveats.items() if sentences},
             "dataset_source": self.dataset.source,
@@ -346,10 +487,14 @@ class Subject:
         }
 
 
-def _overlap(victims: Tensor, public: Tensor) -> int:
+def _overlap(victims: Tensor, split: data.Split, public: Tensor) -> int:
     """How many of the victims' examples are among the public ones, to the bit."""
-    known = {example.numpy().tobytes() for example in public.float()}
-    return sum(example.numpy().tobytes() in known for example in victims.float())
+    known = {_digest(split.batch(place[None])[0][0]) for place in public}
+    return sum(_digest(example) in known for example in victims)
+
+
+def _digest(example: Tensor) -> bytes:
+    return hashlib.sha256(example.float().contiguous().numpy().data).digest()
 
 
 def _training(config: AuditConfig) -> Training:
@@ -368,78 +513,164 @@ def _training(config: AuditConfig) -> Training:
 
 
 class _Files:
-    """The rows and pictures of an audit on disk."""
+    """The rows and pictures of an audit on disk, which this process alone writes."""
 
-    def __init__(self, folder: Path, described: Json) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, described: Json, subject: Subject) -> None:
+        self.folder, self.subject = folder, subject
         self.results = SealedLines(folder / RESULTS, ResultRow, described)
         self.identifications = SealedLines(folder / IDENTIFICATIONS, IdentificationRow, described)
         self.utility = SealedLines(folder / UTILITY, UtilityRow, described)
         self.matches = SealedLines(folder / MATCHES, MatchRow, described)
-        # Not in the audit's own folder, which may come from anybody when it is resumed.
-        self.learned = cache_folder() / "learned" / described[DIGEST]
+        self.learned = learned_folder(described)
+        self._held_back: list[UtilityRow] = []
 
-    def save_picture(self, stem: str, victim: int, content: bytes) -> tuple[str, str]:
-        """Write a picture, and return its path in the folder and its digest."""
-        path = f"images/{stem}-v{victim}.png"
-        (self.folder / path).parent.mkdir(exist_ok=True)
-        (self.folder / path).write_bytes(content)
-        return path, bytes_digest(content)
+    @property
+    def rows(self) -> Rows:
+        """All rows."""
+        return Rows(self.results.rows, self.identifications.rows, self.utility.rows, self.matches.rows, ())
+
+    @property
+    def strengths(self) -> dict[str, str | None]:
+        """See `_strengths`."""
+        return _strengths(self.subject.config, self.matches.rows)
+
+    def save(self, finished: Finished) -> None:
+        """Write what a piece leaves, the pictures before the rows that name them, and wait until it is on disk."""
+        for path, content in finished.pictures.items():
+            with writing(self.folder / path):
+                (self.folder / path).parent.mkdir(exist_ok=True)
+                (self.folder / path).write_bytes(content)
+        self.results.append(row for row in finished.rows if isinstance(row, ResultRow))
+        self.identifications.append(row for row in finished.rows if isinstance(row, IdentificationRow))
+        self.matches.append(row for row in finished.rows if isinstance(row, MatchRow))
+        for row in finished.rows:
+            if isinstance(row, MatchRow) and row.reason:
+                warnings.warn(f"{row.reason}; it is left out", stacklevel=2)
+        self._held_back += [row for row in finished.rows if isinstance(row, UtilityRow)]
+        undefended = [row for row in (*self.utility.rows, *self._held_back) if row.defense_spec == "none"]
+        if undefended and self._held_back:
+            baseline = undefended[0].accuracy
+            ready = sorted(self._held_back, key=lambda row: row.defense_spec != "none")
+            self.utility.append(
+                dataclasses.replace(
+                    row,
+                    baseline_accuracy=baseline,
+                    pmm=performance_maintenance(row.accuracy, baseline, self.subject.dataset.test),
+                )
+                for row in ready
+            )
+            self._held_back = []
+
+
+def learned_folder(described: Json) -> Path:
+    """Where what attacks have learned is kept: not in the audit's own folder, which may come from anybody."""
+    return cache_folder() / "learned" / str(described[DIGEST])
+
+
+def _strengths(config: AuditConfig, matches: Sequence[MatchRow]) -> dict[str, str | None]:
+    """Map each defense asked for to the one that is attacked; None: left out, as no strength fits the price.
+
+    A defense that is still to be matched is not there.
+    """
+    if config.match is None:
+        return {spec: spec for spec in config.defenses}
+    return {"none": "none", **{row.asked: row.found for row in matches}}
+
+
+def _missing(subject: Subject, rows: Rows) -> list[Piece]:
+    """All pieces whose rows are not there yet, in order."""
+    return list(_pieces(subject, rows))
+
+
+def _pieces(subject: Subject, rows: Rows) -> Iterator[Piece]:
+    config, done = subject.config, {row.key for row in rows.results}
+    found = _strengths(config, rows.matches)
+    for spec in config.defenses:
+        if spec not in found:
+            yield Piece("match", spec)
+    # A defense that is still to be matched has no rows yet, so all of its work is missing.
+    defenses = [(spec, found.get(spec, spec)) for spec in config.defenses if found.get(spec, spec) is not None]
+    played = {row.key for row in rows.identifications}
+    for spec, chosen in defenses:
+        defense = create_defense(spec)
+        for attack in map(create_attack, config.attacks):
+            for adaptive in subject.attackers(defense, attack):
+                size = subject.chunk(attack)
+                for first in range(0, config.victims, size):
+                    chunk = range(first, min(first + size, config.victims))
+                    missing = tuple(v for v in chunk if (chosen, str(attack), adaptive, v) not in done)
+                    if missing:
+                        yield Piece("attack", spec, str(attack), adaptive, chunk.start, chunk.stop, missing)
+        for adaptive in subject.attackers(defense, IDENTIFIER) if plays_games(config) else []:
+            if (chosen, adaptive) not in played:
+                yield Piece("games", spec, adaptive=adaptive)
+    trained = {row.defense_spec for row in rows.utility}
+    for spec, chosen in defenses:
+        if chosen not in trained:
+            yield Piece("training", spec)
+
+
+def _guess_blindly(work: "_Work", rows: Rows) -> Finished:
+    """The rows of the blind guess that are missing; they take no time worth sharing."""
+    subject, done = work.subject, {row.key for row in rows.results}
+    found: list[ResultRow] = []
+    pictures: dict[str, bytes] = {}
+    for victim, guess in enumerate(subject.blind):
+        if (None, BLIND_GUESS, False, victim) in done:
+            continue
+        inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
+        scored = work.scorer.score(inputs, guess, targets, targets, subject.blind_scores[victim])
+        _, original = _picture("original", victim, subject.task.modality.render(inputs), pictures)
+        score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
+        found.append(work.row(None, None, False, victim, score, pictures, original_digest=original))
+    return Finished(found, pictures)
+
+
+def _picture(stem: str, victim: int, content: bytes, pictures: dict[str, bytes]) -> tuple[str, str]:
+    """Add a picture, and return its path in the folder and its digest."""
+    path = f"images/{stem}-v{victim}.png"
+    pictures[path] = content
+    return path, bytes_digest(content)
 
 
 class _Work:
-    """The work of an audit that is still to do."""
+    """Performs the pieces of an audit, in any process; it writes nothing but what attacks have learned.
 
-    def __init__(self, subject: Subject, files: _Files) -> None:
-        self.subject, self.files, self.config = subject, files, subject.config
+    Args:
+        subject: what is audited.
+        learned: where what attacks have learned is kept; None: nowhere.
+    """
+
+    def __init__(self, subject: Subject, learned: Path | None = None) -> None:
+        self.subject, self.learned, self.config = subject, learned, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
         self.costs = Costs(subject.task, subject.dataset, _training(self.config))
         self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
-    def work_items(self) -> Iterator[WorkItem]:
-        """All work items whose rows are not on disk yet, in order."""
-        config, done = self.config, {row.key for row in self.files.results.rows}
-        victims = range(config.victims)
-        if any((None, BLIND_GUESS, False, victim) not in done for victim in victims):
-            yield "blind guess", partial(self._guess_blindly, done)
-        found = self._matched()
-        for spec in config.defenses:
-            if spec not in found:
-                yield f"matching {create_defense(spec).name}", partial(self._match, spec)
-        # A defense that is still to be matched has no rows yet, so all of its work is missing.
-        defenses = [(spec, found.get(spec, spec)) for spec in config.defenses if found.get(spec, spec) is not None]
-        played = {row.key for row in self.files.identifications.rows}
-        for spec, chosen in defenses:
-            defense = create_defense(spec)
-            for attack in map(create_attack, config.attacks):
-                for adaptive in self.subject.attackers(defense, attack):
-                    for first in range(0, len(victims), config.chunk):
-                        chunk = victims[first : first + config.chunk]
-                        missing = {v for v in chunk if (chosen, str(attack), adaptive, v) not in done}
-                        if missing:
-                            what = f"{attack.name} against {defense.name}{', adaptive' if adaptive else ''}"
-                            yield what, partial(self._attack, spec, attack, adaptive, chunk, missing)
-            for adaptive in self.subject.attackers(defense, IDENTIFIER) if plays_games(config) else []:
-                if (chosen, adaptive) not in played:
-                    what = f"identification under {defense.name}{', adaptive' if adaptive else ''}"
-                    yield what, partial(self._identify, spec, adaptive)
-        trained = {row.defense_spec for row in self.files.utility.rows}
-        for spec, chosen in defenses:
-            if chosen not in trained:
-                yield f"training under {create_defense(spec).name}", partial(self._train, spec)
+    def perform(self, piece: Piece, strength: str, report_step: ReportStep) -> Finished:
+        """Perform a piece.
 
-    def _matched(self) -> dict[str, str | None]:
-        """Map each defense asked for to the one that is attacked; None: left out, as no strength fits the price."""
-        if self.config.match is None:
-            return {spec: spec for spec in self.config.defenses}
-        return {"none": "none", **{row.asked: row.found for row in self.files.matches.rows}}
+        Args:
+            piece: the piece.
+            strength: its defense as it is attacked, at the strength that was matched.
+            report_step: called with (steps done, steps in all).
+        """
+        if piece.kind == "match":
+            return self._match(piece.defense, report_step)
+        if piece.kind == "games":
+            return self._identify(strength, piece.adaptive, report_step)
+        if piece.kind == "training":
+            return self._train(strength, report_step)
+        assert piece.attack is not None
+        chunk = range(piece.first, piece.stop)
+        return self._attack(
+            strength, create_attack(piece.attack), piece.adaptive, chunk, set(piece.missing), report_step
+        )
 
-    def _match(self, spec: str, report_step: ReportStep) -> None:
+    def _match(self, spec: str, report_step: ReportStep) -> Finished:
         assert self.config.match is not None
         price = Price.parse(self.config.match)
         ended = match(create_defense(spec), price, self.costs.of(price.kind), report_step)
-        if ended.reason:
-            warnings.warn(f"{ended.reason}; it is left out", stacklevel=2)
         row = MatchRow(
             asked=spec,
             found=None if ended.found is None else str(ended.found),
@@ -450,53 +681,44 @@ class _Work:
             tries=ended.tries,
             reason=ended.reason,
         )
-        self.files.matches.append([row])
-
-    def _guess_blindly(self, done: set[tuple[Any, ...]], report_step: ReportStep) -> None:
-        subject = self.subject
-        rows = []
-        for victim, guess in enumerate(subject.blind):
-            if (None, BLIND_GUESS, False, victim) in done:
-                continue
-            inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
-            scored = self.scorer.score(inputs, guess, targets, targets, subject.blind_scores[victim])
-            original = self.files.save_picture("original", victim, subject.task.modality.render(inputs))[1]
-            score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
-            rows.append(self._row(None, None, False, victim, score, original_digest=original))
-        self.files.results.append(rows)
+        return Finished([row])
 
     def _attack(
         self, spec: str, attack: Attack, adaptive: bool, chunk: range, missing: set[int], report_step: ReportStep
-    ) -> None:
+    ) -> Finished:
         """Attack a whole chunk, so that each row is the same in every run; keep only the missing rows."""
-        prepared_and_bound = self._prepare(spec, attack)
-        if prepared_and_bound is None:
-            return  # the match left this defense out
-        prepared, bound_mse = prepared_and_bound
+        prepared, bound_mse = self._prepare(spec, attack)
         case = self.subject.case(prepared, attack, adaptive, self.subject.victims.part(chunk))
-        seen = cases.observe(cases.fit(case, progress=report_step, cache=self.files.learned))
+        seen = cases.observe(cases.fit(case, progress=report_step, cache=self.learned))
         found = cases.attack_on(seen, progress=report_step)
         if found.interrupted:
             raise KeyboardInterrupt
         scores = cases.score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
-        self.files.results.append(
-            self._row(
-                prepared.defense, attack, adaptive, victim, scores[place], power=seen.power[place], bound_mse=bound_mse
+        pictures: dict[str, bytes] = {}
+        rows = [
+            self.row(
+                prepared.defense,
+                attack,
+                adaptive,
+                victim,
+                scores[place],
+                pictures,
+                power=seen.power[place],
+                bound_mse=bound_mse,
             )
             for place, victim in enumerate(chunk)
             if victim in missing
-        )
+        ]
+        return Finished(rows, pictures)
 
-    def _identify(self, spec: str, adaptive: bool, report_step: ReportStep) -> None:
+    def _identify(self, spec: str, adaptive: bool, report_step: ReportStep) -> Finished:
         """Play identification games against a defense."""
-        prepared_and_bound = self._prepare(spec, IDENTIFIER)
-        if prepared_and_bound is None:
-            return  # the match left this defense out
-        prepared, subject, config = prepared_and_bound[0], self.subject, self.config
+        prepared, subject, config = self._prepare(spec, IDENTIFIER)[0], self.subject, self.config
         drawn = subject.games
         # Single examples need no others to be told apart from.
-        inputs, targets = (part[:PUBLIC_ROWS] for part in subject.public)
-        public = (inputs, targets) if config.batch_size > 1 and len(inputs) else None
+        chosen = subject.public_examples[:PUBLIC_ROWS]
+        needed = config.batch_size > 1 and len(chosen) > 0
+        public = as_batch(subject.task, subject.dataset.train.batch(chosen)) if needed else None
         found = games.play(
             drawn,
             prepared,
@@ -524,20 +746,17 @@ class _Work:
             bits_low=figures["bits"].low,
             seconds=round(found.seconds, 3),
         )
-        self.files.identifications.append([row])
+        return Finished([row])
 
-    def _prepare(self, spec: str, attack: Attack) -> tuple[PreparedDefense, float | None] | None:
-        """The defense prepared for the model that the server sends, and the bound; None if the match left it out.
+    def _prepare(self, chosen: str, attack: Attack) -> tuple[PreparedDefense, float | None]:
+        """The defense prepared for the model that the server sends, and the bound.
 
         It is made once for all attacks that do not change the model, and once for each attack that does.
         """
-        chosen = self._matched()[spec]
-        if chosen is None:
-            return None
         key = chosen, str(attack) if attack.server == "active" else None
         if key not in self._prepared:
-            # Defenses are processed one after the other, so earlier ones are not needed again.
-            self._prepared = {other: prepared for other, prepared in self._prepared.items() if other[0] == chosen}
+            if len(self._prepared) == KEPT:
+                del self._prepared[next(iter(self._prepared))]
             subject = self.subject
             prepared = cases.prepare(
                 subject.task, create_defense(chosen), attack, public=subject.root, seed=self.config.seed
@@ -545,22 +764,24 @@ class _Work:
             self._prepared[key] = prepared, cases.bound(subject.case(prepared, attack, adaptive=False))
         return self._prepared[key]
 
-    def _row(
+    def row(
         self,
         defense: Defense | None,
         attack: Attack | None,
         adaptive: bool,
         victim: int,
         score: Score,
+        pictures: dict[str, bytes],
         *,
         power: float | None = None,
         bound_mse: float | None = None,
         original_digest: str | None = None,
     ) -> ResultRow:
+        """The row of a victim, whose picture is added to `pictures`."""
         config, known = self.config, METRICS.of(self.subject.task.modality)
         methods = [slug(str(defense)), slug(str(attack)), *(["adaptive"] if adaptive else [])]
-        picture = self.subject.task.modality.render(score.inputs)
-        image, image_digest = self.files.save_picture("-".join(methods) if attack else BLIND_GUESS, victim, picture)
+        content = self.subject.task.modality.render(score.inputs)
+        image, image_digest = _picture("-".join(methods) if attack else BLIND_GUESS, victim, content, pictures)
         return ResultRow(
             **_named("defense", defense, absent=None),
             **_named("attack", attack, absent=BLIND_GUESS),
@@ -588,19 +809,15 @@ class _Work:
             original_digest=original_digest,
         )
 
-    def _train(self, spec: str, report_step: ReportStep) -> None:
-        chosen = self._matched()[spec]
-        if chosen is None:
-            return  # the match left this defense out
-        defense, subject = create_defense(chosen), self.subject
+    def _train(self, spec: str, report_step: ReportStep) -> Finished:
+        """Train under a defense; what that is worth without it (`baseline_accuracy`, `pmm`) the writer fills in."""
+        defense, subject = create_defense(spec), self.subject
         result = train(subject.task, subject.dataset, defense, _training(self.config), progress=report_step)
-        undefended = [row.accuracy for row in self.files.utility.rows if row.defense_spec == "none"]
-        baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         row = UtilityRow(
             **_named("defense", defense, absent=None),
             accuracy=result.accuracy,
-            baseline_accuracy=baseline,
-            pmm=performance_maintenance(result.accuracy, baseline, subject.dataset.test),
+            baseline_accuracy=result.accuracy,
+            pmm=None,
             loss=finite(result.loss),
             round_seconds=finite(result.round_seconds),
             upload_bytes=finite(result.upload_bytes),
@@ -610,7 +827,7 @@ class _Work:
             privacy=None if result.privacy is None else str(result.privacy),
             epsilon=None if result.privacy is None else finite(result.privacy.epsilon),
         )
-        self.files.utility.append([row])
+        return Finished([row])
 
 
 def _with_interval(name: str, estimate: identification.Estimate) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class JsonLines:
     def append(self, rows: Iterable[Json]) -> None:
         """Add rows and wait until they are on disk: all of them or, if that fails (`OutputError`), none."""
         rows = list(rows)
+        if not rows:
+            return
         text = self._separator + "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows)
         with writing(self.path):
             size = self.path.stat().st_size if self.path.exists() else 0

@@ -12,15 +12,16 @@ from rich.progress import TextColumn
 import gradveil
 from gradveil import report
 from gradveil.attacks.presets import BUDGETS
-from gradveil.audit import AuditConfig, Step, default_folder
+from gradveil.audit import AuditConfig, Plan, Step, default_folder, make_plan
 from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
+from gradveil.audit.plan import LONG
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
-from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, print_result, progress_bar, say, stdout
+from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
 from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
-from gradveil.core.errors import ParameterError
+from gradveil.core.errors import OutputError, ParameterError, WorkerError
 from gradveil.core.registry import parse_spec
 
 
@@ -47,20 +48,39 @@ def run(options: Mapping[str, Any]) -> None:
     config = dataclasses.replace(base, **given)
     folder = output or default_folder(config)
     if resume and output is not None and not (output / CONFIG).exists():
-        say(NOTHING_TO_RESUME.format(output))
+        raise OutputError(
+            f"audit: --resume continues the audit in {output}, which holds none; leave --resume out to begin one"
+        )
+    if options["dry_run"]:
+        _print_plan(make_plan(config, folder, resume=resume, workers=options["workers"]), options["as_json"])
+        return
     say(f"auditing {config.model} on {config.dataset} into {folder}")
     try:
         with progress_bar(TextColumn("{task.percentage:>3.0f} %")) as bar:
-            line = bar.add_task("starting", total=1.0)
+            line, lines = bar.add_task("starting", total=1.0), ProgressLines()
 
             def show(step: Step) -> None:
-                words = f"{step.what} ({step.done + 1} of {step.total})"
+                words = f"{step.what} ({step.done} of {step.total} pieces done)"
                 bar.update(line, description=words, completed=step.overall)
+                if bar.disable:
+                    lines.show(words, step.overall, step.left, ended=step.ended)
 
-            run_audit(config, folder, resume=resume, progress=show)
+            run_audit(
+                config,
+                folder,
+                resume=resume,
+                progress=show,
+                workers=options["workers"],
+                ray=options["ray"],
+                announce=_announce,
+            )
     except KeyboardInterrupt:
         say(f"stopped; finished rows are kept. Resume with: {how_to_resume('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
+    except WorkerError as error:
+        if not (folder / CONFIG).exists():
+            raise
+        raise WorkerError(f"{error}. Resume with: {how_to_resume('audit', folder, config.model)}") from None
     finished = report.read(folder)
     page = report.write(finished)
     verdict = report.verdict(finished)
@@ -71,6 +91,41 @@ def run(options: Mapping[str, Any]) -> None:
         stdout.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
     else:
         print_result(f"report: {page}")
+
+
+def _announce(plan: Plan) -> None:
+    """Say how long the audit will take, and warn if that is hours."""
+    if not plan.pieces:
+        return
+    say(f"{_amount(plan)}, estimated on this machine as it is now")
+    if plan.duration > LONG:
+        say(
+            "note: hours lie ahead. Fewer --victims, --attack, --defense or --rounds, or --budget quick, take less; "
+            "--dry-run lists the pieces; Ctrl-C stops, and --resume goes on later"
+        )
+
+
+def _amount(plan: Plan) -> str:
+    pieces = f"{len(plan.pieces)} piece{'s' * (len(plan.pieces) != 1)}"
+    processes = "one process" if plan.workers == 1 else f"{plan.workers} worker processes"
+    return f"{pieces} in {processes}, about {duration(plan.duration)}"
+
+
+def _print_plan(plan: Plan, as_json: bool) -> None:
+    """Print the pieces, those with equal names together, and what all of them take."""
+    times: dict[str, list[float]] = {}
+    for piece, seconds in zip(plan.pieces, plan.seconds, strict=True):
+        times.setdefault(piece.what, []).append(seconds)
+    if as_json:
+        pieces = [{"what": what, "pieces": len(each), "seconds": sum(each)} for what, each in times.items()]
+        whole = {"pieces": pieces, "workers": plan.workers, "seconds": plan.duration, "memory_per_process": plan.memory}
+        stdout.print_json(json.dumps(whole))
+        return
+    for what, each in times.items():
+        count = f" in {len(each)} pieces" * (len(each) > 1)
+        print_result(f"{duration(sum(each)):>12}  {what}{count}")
+    memory = f"; each process takes {plan.memory / 1e9:.1f} GB or more" * (plan.memory > 0)
+    print_result(f"{_amount(plan)}, estimated on this machine as it is now{memory}")
 
 
 def _with_presets(

@@ -126,7 +126,32 @@ def audit(
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Continue the audit in --out: only what is missing runs.", show_default="off"),
+        typer.Option(
+            "--resume",
+            help="Continue the audit in --out: only what is missing runs. Without --out, one that is not there begins.",
+            show_default="off",
+        ),
+    ] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Processes that share the work, with the same rows whatever their number; 1: none beside this one.",
+            show_default="one per core if the audit takes more than half a minute",
+        ),
+    ] = None,
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Share the work on a Ray cluster, HOST:PORT or auto; --workers then says how many of its CPUs.",
+            show_default="this machine",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Only print the pieces of the audit and how long they will take.", show_default="off"
+        ),
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -39,3 +39,7 @@ class MissingPackageError(GradveilError, ImportError):
 
 class PluginError(GradveilError):
     """A plugin, a file or an installed package, is broken or missing."""
+
+
+class WorkerError(GradveilError):
+    """A process that does a part of the work has ended, or cannot be started."""

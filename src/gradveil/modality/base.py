@@ -145,7 +145,7 @@ class Modality(ABC):
                 )
         means = {}
         for label in set(wanted.tolist()):
-            members = stored[targets == label]
+            members = stored[targets == label]  # only this class, so that there is never a second copy of all
             if len(members) == 0:
                 raise InputError(
                     f"blind guess: no public {self.unit} has label {label}, so its class has no mean; "

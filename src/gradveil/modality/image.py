@@ -77,8 +77,11 @@ class Image(Modality):
         return total_variation(inputs, rounding=rounding) if inputs.ndim == 4 else None
 
     def mean(self, stored: Tensor) -> Tensor:
-        """Sum the bytes in float64: that is exact, and needs no copy of the images as floats."""
-        return (stored.sum(dim=0, dtype=torch.float64) / (255 * len(stored))).float()
+        """Sum whole numbers: that is exact. Some images at a time, as torch sums a copy in the type of the sum."""
+        total = torch.zeros(stored.shape[1:], dtype=torch.int64, device=stored.device)
+        for part in torch.split(stored, max(1, 2**21 // max(1, total.numel()))):
+            total += part.sum(dim=0, dtype=torch.int64)
+        return (total.double() / (255 * len(stored))).float()
 
     def leaked(self, scores: Mapping[str, float | None], blind: float | None) -> bool:
         """Whether ``(PSNR >= 15 or SSIM >= .5) and PSNR >= blind guess's PSNR + 2``.

@@ -1,0 +1,139 @@
+"""What an audit will do and how long that takes, measured before anything runs.
+
+Each kind of piece is begun on this machine and broken off after a moment; the steps that it reported until then tell
+how long all of them take.
+"""
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+
+from gradveil.audit.match import TRIES
+from gradveil.audit.pieces import Piece
+
+LONG = 2 * 3600.0
+"""Seconds from which on a user is warned."""
+WORTH_WORKERS = 30.0
+"""Seconds of work from which on it pays to start processes, which takes a few seconds."""
+_FEW = 3  # steps that a rate is measured on
+_PATIENCE = 10  # how many times longer a probe may take until it has them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The pieces of an audit that are missing, and how long they are estimated to take.
+
+    Args:
+        pieces: the pieces, in the order of the rows.
+        seconds: the time that each takes one process.
+        workers: the processes that will share them.
+        memory: the most bytes that this process has used so far, data and model included; each worker uses as much.
+            0: not measured.
+
+    Example:
+        >>> plan = Plan([Piece("training", "none"), Piece("training", "top-k")], [60.0, 30.0], 2, 0)
+        >>> plan.duration
+        60.0
+    """
+
+    pieces: Sequence[Piece]
+    seconds: Sequence[float]
+    workers: int
+    memory: int
+
+    @property
+    def duration(self) -> float:
+        """Seconds that the audit takes: no less than its longest piece."""
+        return max(sum(self.seconds) / self.workers, max(self.seconds, default=0.0))
+
+
+def estimated(
+    pieces: Sequence[Piece],
+    perform: Callable[[Piece, str, Callable[..., None]], object],
+    workers: int | None,
+    *,
+    device: str,
+    seconds: float = 0.3,
+) -> Plan:
+    """A plan with estimates: one piece of each kind is begun, and broken off after `seconds`.
+
+    Args:
+        pieces: the pieces.
+        perform: performs a piece; it must keep nothing.
+        workers: the processes that share the work; None: as many as are worth it.
+        device: the device that they compute on; one process suffices for an accelerator.
+        seconds: how long to measure each kind of piece.
+    """
+    measured: dict[tuple[str, str | None, bool], float] = {}
+    costs: list[float] = []
+    learned = set()
+    for piece in pieces:
+        # What a match tries is trainings, or single rounds, which take no time beside them.
+        probed = Piece("training", piece.defense) if piece.kind == "match" else piece
+        kind = probed.kind, probed.attack, probed.adaptive
+        if kind not in measured:
+            measured[kind] = _probe(partial(perform, probed, probed.defense), seconds)
+        cost = measured[kind] * (TRIES if piece.kind == "match" else 1)
+        if piece.learns in learned:
+            cost /= 20  # what another piece has learned is found on disk; what remains is short beside it
+        elif piece.learns is not None:
+            learned.add(piece.learns)
+        costs.append(cost)
+    if workers is None:
+        workers = available_workers(device) if sum(costs) > WORTH_WORKERS else 1
+    return Plan(pieces, costs, max(1, min(workers, len(pieces))), _memory())
+
+
+def available_workers(device: str) -> int:
+    """Processes that this machine can run at once."""
+    if device != "cpu":
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class _Enough(Exception):
+    """Breaks off a piece."""
+
+
+def _probe(perform: Callable[[Callable[..., None]], object], seconds: float) -> float:
+    """Estimate how long a piece takes."""
+    began = time.monotonic()
+    parts: list[list[tuple[float, float, float]]] = [[]]  # (time, step, steps) of each part: learning, then attacking
+
+    def note(step: float, steps: float, _left: float = 0.0) -> None:
+        now = time.monotonic()
+        if parts[-1] and step < parts[-1][-1][1]:
+            parts.append([])
+        parts[-1].append((now, step, steps))
+        patient = now - began < _PATIENCE * seconds and len(parts[-1]) <= _FEW
+        if now - began > seconds and not patient and step > 0:
+            raise _Enough
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            perform(note)
+    except _Enough:
+        times = [(now, step) for now, step, _ in parts[-1]]
+        # The first step of a part also prepares it, so it does not count if there are others.
+        later = times[1:] if len(times) > _FEW else [(began, 0.0), *times] if len(parts) == 1 else times
+        rates = [(now - before) / (step - last) for (before, last), (now, step) in pairwise(later) if step > last]
+        now, step, steps = parts[-1][-1]
+        rate = sorted(rates)[len(rates) // 2] if rates else (now - began) / step
+        return now - began + rate * (steps - step)
+    return time.monotonic() - began
+
+
+def _memory() -> int:
+    """The most bytes that this process has used so far; 0 where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
