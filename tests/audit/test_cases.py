@@ -328,6 +328,32 @@ def test_the_users_own_weights_are_loaded_and_must_fit(dataset, tmp_path):
         load_weights(model, path)
 
 
+DROPOUT_MODEL = """
+from torch import nn
+
+def build(input_shape, classes):
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(400, classes)]
+    return nn.Sequential(*layers).eval()
+"""
+
+
+def test_dropout_is_active_unless_it_is_switched_off(dataset, tmp_path):
+    (tmp_path / "model.py").write_text(DROPOUT_MODEL)
+    model = f"{tmp_path}/model.py@build"
+    task = build_task(dataset, model)
+    assert task.dropout_rates == {"3": 0.5}
+    assert not task.has_batch_statistics  # as the model comes
+    off = build_task(dataset, model, dropout="inference", norms="train")
+    assert not off.has_dropout
+    assert off.has_batch_statistics
+    with pytest.raises(ParameterError, match="dropout must be one of"):
+        build_task(dataset, model, dropout="off")
+    observed = observe(case_of(dataset, task))
+    # Without a defense, what is seen is what the client computed: with the same masks.
+    assert observed.power == [0.0, 0.0, 0.0]
+    assert bound(case_of(dataset, task, "gaussian-noise")) is None
+
+
 def test_batch_norm_works_in_the_chosen_mode(dataset):
     assert build_task(dataset, "resnet18:norm=batch", norms="train").has_batch_statistics
     assert not build_task(dataset, "resnet18:norm=batch", norms="inference").has_batch_statistics

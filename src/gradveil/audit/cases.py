@@ -20,11 +20,12 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil import metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
-from gradveil.audit.rows import NORMS, PUBLISHERS
+from gradveil.audit.rows import MODES, PUBLISHERS
 from gradveil.core import checks
 from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.randomness import derived_generator
@@ -56,6 +57,7 @@ def build_task(
     loss: str = "cross-entropy",
     weights: Path | None = None,
     norms: str | None = None,
+    dropout: str = "train",
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     device: str = "cpu",
@@ -70,6 +72,8 @@ def build_task(
         weights: a safetensors file of the user's own weights, under the model's names; None: the initial ones.
         norms: ``"train"``: batch norm uses the statistics of the batch; ``"inference"``: its running ones; None: as the
             model is built.
+        dropout: ``"train"``: dropout modules are active, whatever their mode in the model; ``"inference"``: all modules
+            but batch norms are in evaluation mode.
         mean: the model's normalisation per channel or column, together with `std`; None: none.
         std: see `mean`.
         device: the device to compute on.
@@ -81,12 +85,22 @@ def build_task(
     if weights is not None:
         load_weights(net, weights)
     if norms is not None:
-        checks.choice("audit", "norms", norms, NORMS)
+        checks.choice("audit", "norms", norms, MODES)
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
+    _switch_dropout(net, checks.choice("audit", "dropout", dropout, MODES))
     net, modality = net.to(usable_device(device)), dataset.train.modality
     return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+
+
+def _switch_dropout(net: torch.nn.Module, mode: str) -> None:
+    for module in net.modules():
+        if mode == "train" and isinstance(module, _DropoutNd):
+            module.train()
+        # Any other module may contain dropout: attention and recurrent layers do.
+        if mode == "inference" and not isinstance(module, _BatchNorm):
+            module.training = False
 
 
 def usable_device(name: str) -> torch.device:

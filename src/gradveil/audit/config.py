@@ -7,7 +7,7 @@ from typing import Any
 from gradveil.attacks import create as create_attack
 from gradveil.audit import schema
 from gradveil.audit.match import Price
-from gradveil.audit.rows import NORMS, PUBLISHERS, SETTINGS, Settings, with_lists, with_tuples
+from gradveil.audit.rows import MODES, PUBLISHERS, SETTINGS, Settings, with_lists, with_tuples
 from gradveil.audit.store import command_line, read_json
 from gradveil.core import checks
 from gradveil.core.errors import ParameterError
@@ -58,6 +58,9 @@ class AuditConfig(Settings):
         games: how often it has to, each time from another client's update; 0: not at all.
         weights: safetensors file of the user's own weights; None: the initial ones.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
+        dropout: ``"train"``: clients draw fresh dropout masks in every step, as they do in training, and matching
+            attackers search for these masks too; ``"inference"``: dropout is off. Without dropout in the model, both
+            are the same.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
         std: see `mean`.
         device: the device to compute on.
@@ -77,7 +80,8 @@ class AuditConfig(Settings):
         epochs = 1 if self.local_epochs is None else self.local_epochs
         LocalSteps(epochs, self.local_batch, self.local_lr)  # checks its arguments
         if self.norms is not None:
-            checks.choice("audit", "norms", self.norms, NORMS)
+            checks.choice("audit", "norms", self.norms, MODES)
+        checks.choice("audit", "dropout", self.dropout, MODES)
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
         checks.integer("audit", "seed", self.seed, low=0)
         checks.integer("audit", "public", self.public, low=0)

@@ -15,7 +15,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 5
+VERSION = 6
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -29,7 +29,8 @@ ATTACKS = (
     "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
     "lti:directions=300,draws=6,hidden=512,epochs=30",
 )
-NORMS = ("train", "inference")
+MODES = ("train", "inference")
+"""The modes of batch norm and dropout."""
 PUBLISHERS = ("honest", "lying", "victim")
 
 
@@ -82,7 +83,8 @@ class Settings:
     candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS), 200)
     games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 100)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
-    norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
+    norms: str | None = _field(kinds.optional(kinds.choice(*MODES)), None)
+    dropout: str = _field(kinds.choice(*MODES), "train")
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
     std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MAX_ITEMS)), None)
     device: str = _field(kinds.text(100), "cpu")
@@ -108,6 +110,7 @@ CONFIG_SCHEMA: Schema = {
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "parameters": kinds.integer(1, 10**15),
+    "dropout_rates": kinds.object_of(kinds.SHARE, kinds.MAX_ITEMS),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
     "plugin_files": kinds.object_of(kinds.digest(), 100),

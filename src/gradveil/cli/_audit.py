@@ -18,9 +18,8 @@ from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
 from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, print_result, progress_bar, say, stdout
-from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
+from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
-from gradveil.core.errors import ParameterError
 from gradveil.core.registry import parse_spec
 
 
@@ -32,7 +31,7 @@ def run(options: Mapping[str, Any]) -> None:
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
-    asked |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
+    asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
     if resume and output is not None and (output / CONFIG).exists():
@@ -83,11 +82,3 @@ def _with_presets(
         spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
         for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
     )
-
-
-def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
-    """Numbers with commas between them."""
-    try:
-        return None if text is None else tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None

@@ -109,6 +109,10 @@ def audit(
     norms: Annotated[
         str | None, _setting("norms", "Batch norm in train or inference mode.", "as the model comes")
     ] = None,
+    dropout: Annotated[
+        str | None,
+        _setting("dropout", "train: clients draw dropout masks, which attackers search for; inference: it is off."),
+    ] = None,
     mean: Annotated[
         str | None,
         _setting("mean", "The model's normalisation, one number per channel: 0.49,0.48,0.45.", "no normalisation"),
