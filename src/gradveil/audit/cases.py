@@ -8,6 +8,7 @@ An audit, an experiment and a test all take the same steps::
 """
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +20,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.func import grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -27,7 +29,7 @@ from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
 from gradveil.audit.rows import MODES, PUBLISHERS
 from gradveil.core import checks
-from gradveil.core.errors import DataError, ParameterError
+from gradveil.core.errors import DataError, InputError, ParameterError
 from gradveil.core.randomness import derived_generator
 from gradveil.core.registry import parse_spec
 from gradveil.core.tensors import first_mismatch
@@ -91,7 +93,54 @@ def build_task(
                 module.train(norms == "train")
     _switch_dropout(net, checks.choice("audit", "dropout", dropout, MODES))
     net, modality = net.to(usable_device(device)), dataset.train.modality
-    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    task = Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    if loss == "cross-entropy" and _gives_probabilities(task):
+        warnings.warn(
+            f"{model} ends in softmax: its outputs sum to one, but the cross-entropy loss expects logits and applies "
+            "softmax itself, so gradients are small and attacks look weak; remove the last softmax unless you really "
+            "train that way",
+            stacklevel=2,
+        )
+    return task
+
+
+@torch.no_grad()
+def _gives_probabilities(task: Task) -> bool:
+    """Whether the outputs for noise are at least 0 and sum to one."""
+    shape, randomness = (4, *task.input_shape), derived_generator(0, "noise", device=task.device)
+    outputs = task.predict(task.modality.start(shape, randomness, dtype=task.dtype, device=task.device))
+    sums = outputs.sum(1)
+    return (
+        outputs.shape[1] > 1 and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
+    )
+
+
+def check_attackable(task: Task) -> None:
+    """Refuse a model without the second derivatives that attacks need; some recurrent and fused layers have none."""
+    parameters, shape = task.parameters, (2, 2, *task.input_shape)
+    randomness = derived_generator(0, "noise", device=task.device)
+    inputs = task.modality.start(shape, randomness, dtype=task.dtype, device=task.device)
+    if task.classes is None:
+        return
+    labels = task.random_labels(4, randomness).view(2, 2, *task.positions)
+
+    def cost(candidate: Tensor, label: Tensor) -> Tensor:
+        return torch.stack([g.square().sum() for g in task.gradient(parameters, candidate, label).values()]).sum()
+
+    try:
+        slopes = vmap(grad(cost))(inputs, labels)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"audit: expected a model whose gradients can be differentiated again and batched, which attacks need, got "
+            f"an error: {reason}; replace fused layers such as nn.LSTM and nn.GRU by loops over nn.LSTMCell or "
+            "nn.GRUCell, and operations in place by others"
+        ) from error
+    if not torch.isfinite(slopes).all():
+        raise InputError(
+            "audit: expected gradients with finite derivatives, got NaN or Inf on noise; check the model's operations "
+            "(sqrt, norm and division at 0)"
+        )
 
 
 def _switch_dropout(net: torch.nn.Module, mode: str) -> None:

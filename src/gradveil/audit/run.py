@@ -28,7 +28,7 @@ from gradveil.audit.store import BLIND_GUESS, CONFIG, IDENTIFICATIONS, MATCHES, 
 from gradveil.core import plugins
 from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import OutputError, ThreatModelError
-from gradveil.core.folders import locked, prepare_folder, write_json
+from gradveil.core.folders import locked, prepare_folder, write_json, writing
 from gradveil.core.registry import Method, parse_spec
 from gradveil.data.places import cache_folder
 from gradveil.defenses import Defense
@@ -220,6 +220,7 @@ class Subject:
             std=config.std,
             device=config.device,
         )
+        cases.check_attackable(task)
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         torch.set_num_threads(choose_threads(task.size))
         victims = cases.choose_victims(
@@ -384,8 +385,9 @@ class _Files:
     def save_picture(self, stem: str, victim: int, content: bytes) -> tuple[str, str]:
         """Write a picture, and return its path in the folder and its digest."""
         path = f"images/{stem}-v{victim}.png"
-        (self.folder / path).parent.mkdir(exist_ok=True)
-        (self.folder / path).write_bytes(content)
+        with writing(self.folder / path):
+            (self.folder / path).parent.mkdir(exist_ok=True)
+            (self.folder / path).write_bytes(content)
         return path, bytes_digest(content)
 
 

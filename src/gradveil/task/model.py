@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from gradveil.core.errors import InputError
+from gradveil.core.errors import GradveilError, InputError
+from gradveil.core.plugins import place_of
 
 Gradients = dict[str, Tensor]
 
@@ -150,13 +151,21 @@ class FunctionalModel:
         with recording(leaves, record, outputs=True):
             try:
                 outputs = self(self.stateless, {**parameters, **buffer_copies}, probe)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            except GradveilError:
+                raise
+            except Exception as error:
+                where = f" ({place})" if (place := place_of(error)) else ""
                 raise InputError(
-                    f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
-                    "check input_shape, or use larger inputs"
+                    f"Task: the model does not take inputs of shape {list(probe.shape)}{where}: {error}; "
+                    "check input_shape and the model's code, or use larger inputs"
                 ) from error
         if not isinstance(outputs, Tensor):
             raise InputError(f"Task: the model must return one tensor, got {type(outputs).__name__}; wrap the model")
+        if outputs.is_floating_point() and not torch.isfinite(outputs).all():
+            raise InputError(
+                "Task: expected finite outputs for inputs in the range of the data, got NaN or Inf; check the model's "
+                "weights, its normalisation (mean, std) and operations such as log or division"
+            )
         for name, value in buffers.items():
             if name in self.stateless_names and not torch.equal(value, buffer_copies[name]):
                 raise InputError(
