@@ -7,6 +7,7 @@ An audit, an experiment and a test all take the same steps::
     scores = score(seen, attack_on(seen), scorer)
 """
 
+import fnmatch
 import math
 import warnings
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ from gradveil.core.registry import parse_spec
 from gradveil.core.tensors import first_mismatch
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
+from gradveil.defenses import create as create_defense
+from gradveil.federation import Training, train
 from gradveil.federation.job import as_batch, split_public
 from gradveil.task import Task
 from gradveil.update import Announced, LocalSteps, Rounds, Update, compute_update
@@ -58,6 +61,7 @@ def build_task(
     seed: int = 0,
     loss: str = "cross-entropy",
     weights: Path | None = None,
+    shared: str | None = None,
     norms: str | None = None,
     dropout: str = "train",
     mean: Sequence[float] | None = None,
@@ -72,6 +76,8 @@ def build_task(
         seed: seed of the initial weights.
         loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model with one logit.
         weights: a safetensors file of the user's own weights, under the model's names; None: the initial ones.
+        shared: patterns of the parameters that leave the client, with commas between them; None: all. The others are
+            frozen.
         norms: ``"train"``: batch norm uses the statistics of the batch; ``"inference"``: its running ones; None: as the
             model is built.
         dropout: ``"train"``: dropout modules are active, whatever their mode in the model; ``"inference"``: all modules
@@ -86,6 +92,8 @@ def build_task(
     net = models.create(name, input_shape=shape, classes=logits, seed=seed, **parameters)
     if weights is not None:
         load_weights(net, weights)
+    if shared is not None:
+        _share_only(net, shared.split(","))
     if norms is not None:
         checks.choice("audit", "norms", norms, MODES)
         for module in net.modules():
@@ -141,6 +149,41 @@ def check_attackable(task: Task) -> None:
             "audit: expected gradients with finite derivatives, got NaN or Inf on noise; check the model's operations "
             "(sqrt, norm and division at 0)"
         )
+
+
+def _share_only(net: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that no pattern matches."""
+    names = [name for name, _ in net.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ParameterError(
+                f"audit: shared must name parameters of the model, got {pattern!r}, which matches none of "
+                f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+    for name, parameter in net.named_parameters():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def at_stage(task: Task, dataset: Dataset, training: Training, stage: float) -> Task:
+    """The task after this share of an undefended training; itself at stage 0.
+
+    Args:
+        task: the task at its first weights.
+        dataset: the data of the training.
+        training: the settings of the whole training.
+        stage: in [0, 1].
+    """
+    rounds = round(stage * training.rounds)
+    if rounds == 0:
+        return task
+    result = train(task, dataset, create_defense("none"), replace(training, rounds=rounds, evaluate_every=None))
+    if result.diverged is not None:
+        raise ParameterError(
+            f"audit: expected weights after {rounds} rounds of undefended training (stage={stage}), but it diverged in "
+            f"round {result.diverged + 1}; lower --lr"
+        )
+    return result.task
 
 
 def _switch_dropout(net: torch.nn.Module, mode: str) -> None:
@@ -330,6 +373,7 @@ class Case:
             ``"lying"``: another client, which passes its smallest values off as its largest; ``"victim"``: the first
             client of the victim, inside whose own announcement it is then attacked.
         public: examples that anybody has, none of them a victim's, which an attack that learns may learn from.
+        local_known: what the attacker knows about the local steps, see `ThreatModel`.
     """
 
     prepared: PreparedDefense
@@ -343,6 +387,7 @@ class Case:
     seed: int = 0
     publisher: str = "honest"
     public: Batch | None = None
+    local_known: str = "full"
 
     def __post_init__(self) -> None:
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
@@ -359,6 +404,7 @@ class Case:
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
             public=self.public if self.attack.needs_public else None,
+            local_known=self.local_known,
         )
 
     def randomness(self, *path: object) -> torch.Generator:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from gradveil.attacks.threat import LOCAL_KNOWN
 from gradveil.audit import schema as kinds
 from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
@@ -77,12 +78,16 @@ class Settings:
     local_epochs: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
+    local_momentum: float = _field(kinds.number(0, 1), 0.0)
+    local_known: str = _field(kinds.choice(*LOCAL_KNOWN), "full")
     observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
     public: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 4000)
     candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS), 200)
     games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 100)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
+    stage: float = _field(kinds.SHARE, 0.0)
+    shared: str | None = _field(kinds.optional(kinds.text()), None)
     norms: str | None = _field(kinds.optional(kinds.choice(*MODES)), None)
     dropout: str = _field(kinds.choice(*MODES), "train")
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
@@ -111,6 +116,7 @@ CONFIG_SCHEMA: Schema = {
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "parameters": kinds.integer(1, 10**15),
     "dropout_rates": kinds.object_of(kinds.SHARE, kinds.MAX_ITEMS),
+    "weights_accuracy": kinds.optional(kinds.SHARE),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
     "plugin_files": kinds.object_of(kinds.digest(), 100),

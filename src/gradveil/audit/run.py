@@ -35,7 +35,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
-from gradveil.federation.job import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, evaluate, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
 from gradveil.metrics import METRICS, identification
 from gradveil.task import Task
@@ -109,6 +109,7 @@ def run(
 def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[Step], None] | None) -> None:
     before = _earlier_run(config, folder, resume)
     subject = Subject.of(config)
+    subject.check_attacks()
     now = sealed(subject.describe())
     if before is None:
         check_config(now)  # what is written must be readable again
@@ -185,7 +186,8 @@ class Subject:
         config: the config of the audit.
         dataset: its training split is public except for what clients hold in the training; victims are drawn from the
             test split.
-        task: the model as the server has it.
+        untrained: the model at the weights at which trainings begin.
+        task: the model as the server has it when victims are attacked.
         victims: the victims that are attacked.
         root: a few training examples that no client holds, which defenses and active servers are prepared with.
         public: training examples, those of `root` first, which attackers who learn may learn from.
@@ -196,6 +198,7 @@ class Subject:
 
     config: AuditConfig
     dataset: data.Dataset
+    untrained: Task
     task: Task
     victims: Victims
     root: Batch
@@ -214,6 +217,7 @@ class Subject:
             config.model,
             seed=config.seed,
             weights=None if config.weights is None else Path(config.weights),
+            shared=config.shared,
             norms=config.norms,
             dropout=config.dropout,
             mean=config.mean,
@@ -223,6 +227,7 @@ class Subject:
         cases.check_attackable(task)
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         torch.set_num_threads(choose_threads(task.size))
+        untrained, task = task, cases.at_stage(task, dataset, _training(config), config.stage)
         victims = cases.choose_victims(
             dataset.test,
             config.victims,
@@ -251,6 +256,7 @@ class Subject:
         return cls(
             config,
             dataset,
+            untrained,
             task,
             victims,
             as_batch(task, train_split.batch(root)),
@@ -287,12 +293,20 @@ class Subject:
             adaptive=adaptive,
             labels=config.labels,
             local=config.local,
+            local_known=config.local_known,
             rounds=config.observed_rounds,
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
             public=self.public,
         )
+
+    def check_attacks(self) -> None:
+        """Refuse attacks that cannot run on this task, before anything runs."""
+        undefended = PreparedDefense(create_defense("none"), self.task, self.task)
+        for attack in map(create_attack, self.config.attacks):
+            case = self.case(undefended, attack, adaptive=False)
+            attack.check_threat(self.task, case.threat(self.config.batch_size, self.victims.targets).as_known())
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
         """Which attackers a defense meets: plain (False), adaptive (True) or both; "none" leaves nothing to know."""
@@ -338,6 +352,7 @@ class Subject:
             "classes": list(self.dataset.classes),
             "parameters": self.task.size,
             "dropout_rates": self.task.dropout_rates,
+            "weights_accuracy": finite(evaluate(self.task, self.dataset.test)[0]),
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(config.model),
             "plugin_files": plugins.loaded_files(),
@@ -397,7 +412,7 @@ class _Work:
     def __init__(self, subject: Subject, files: _Files) -> None:
         self.subject, self.files, self.config = subject, files, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
-        self.costs = Costs(subject.task, subject.dataset, _training(self.config))
+        self.costs = Costs(subject.untrained, subject.dataset, _training(self.config))
         self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
     def work_items(self) -> Iterator[WorkItem]:
@@ -507,6 +522,7 @@ class _Work:
             IDENTIFIER,
             adaptive=adaptive,
             local=config.local,
+            local_known=config.local_known,
             seed=config.seed,
             public=public,
             progress=report_step,
@@ -597,7 +613,7 @@ class _Work:
         if chosen is None:
             return  # the match left this defense out
         defense, subject = create_defense(chosen), self.subject
-        result = train(subject.task, subject.dataset, defense, _training(self.config), progress=report_step)
+        result = train(subject.untrained, subject.dataset, defense, _training(self.config), progress=report_step)
         undefended = [row.accuracy for row in self.files.utility.rows if row.defense_spec == "none"]
         baseline = undefended[0] if undefended else result.accuracy  # "none" comes first, see AuditConfig
         row = UtilityRow(

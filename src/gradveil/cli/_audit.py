@@ -25,12 +25,19 @@ from gradveil.core.registry import parse_spec
 
 def run(options: Mapping[str, Any]) -> None:
     """Run the command; most options have the name of a setting of `AuditConfig`."""
-    plugins.load_files(options["plugin"] or ())
     output: Path | None = options["output"]
+    stages = numbers("audit", "stage", options["stage"])
+    if stages is not None and len(stages) > 1:
+        for stage in stages:
+            place = None if output is None else output / f"stage-{stage:g}"
+            run({**options, "stage": str(stage), "output": place})
+        return
+    plugins.load_files(options["plugin"] or ())
     resume: bool = options["resume"]
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
+    asked["stage"] = None if stages is None else stages[0]
     asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
