@@ -10,6 +10,7 @@ from gradveil import metrics, models
 from gradveil.attacks.matching.cost import simulate
 from gradveil.attacks.matching.distances import squared_distance
 from gradveil.core.errors import ThreatModelError
+from gradveil.core.randomness import source_of
 from gradveil.update import LocalSteps, compute_update, steps_of
 
 
@@ -44,6 +45,51 @@ def test_local_steps_are_inverted(generator):
     recovered = found.inputs[0].clamp(0, 1)
     assert sorted(found.labels[0].tolist()) == [1, 3]
     assert metrics.psnr(images, recovered[metrics.match(images, recovered)]).min() > 20
+
+
+def dropout_task():
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Dropout(0.4), nn.Linear(36, 40), nn.Sigmoid(), nn.Dropout(0.4), nn.Linear(40, 3)]
+    return gradveil.Task(nn.Sequential(*layers).double(), input_shape=(1, 6, 6), classes=3)
+
+
+@pytest.mark.parametrize("local", [None, LocalSteps(epochs=2, lr=0.1, momentum=0.5)])
+def test_a_simulated_client_with_the_same_masks_sends_the_same(local, generator):
+    task, inputs = dropout_task(), torch.rand(2, 1, 6, 6, dtype=torch.float64, generator=generator)
+    labels, state = torch.tensor([0, 2]), torch.Generator().manual_seed(5)
+    real = compute_update(task, inputs, labels, local=local, generator=state)
+    source, masks, orders = source_of(torch.Generator().manual_seed(5)), [], []
+    for _ in range(steps_of(local, 2)):
+        orders.append(source.permutation(2) if local else torch.arange(2))
+        masks.append(task.with_masks(2, source)._masks)
+    # A step of all examples does not depend on their order, but each example has its mask.
+    masks = [
+        {name: mask[order.argsort()] for name, mask in step.items()} for step, order in zip(masks, orders, strict=True)
+    ]
+    simulated = simulate(task, task.parameters, inputs, labels, local, masks)
+    for name, value in real.items():
+        torch.testing.assert_close(simulated[name], value)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_masks_are_searched_for_with_the_inputs(generator, rounds):
+    """An attacker who computes in inference mode finds nothing; one who searches for the masks finds the image."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 8, 3, stride=2, padding=1), nn.Sigmoid(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(288, 3)]
+    task = gradveil.Task(nn.Sequential(*layers), input_shape=(1, 12, 12), classes=3)
+    image, label = torch.rand(1, 1, 3, 3, generator=generator), torch.tensor([1])
+    image = nn.functional.interpolate(image, size=12, mode="bilinear")
+    seen = [gradveil.defense("none").share(task, image, label, generator=generator) for _ in range(rounds)]
+    attack = gradveil.attack("inverting-gradients", optimiser="lbfgs", iterations=100, tv=0.01)
+
+    def psnr(attacked):
+        observed = gradveil.Rounds([(attacked, update) for update in seen])
+        threat, randomness = gradveil.ThreatModel(rounds=rounds), torch.Generator().manual_seed(0)
+        found = attack.reconstruct(attacked, observed, threat, generator=randomness)
+        assert found.inputs.shape == (1, 1, 1, 12, 12)
+        return float(metrics.psnr(image, found.inputs[0].clamp(0, 1)))
+
+    assert psnr(task) > psnr(task.without_dropout()) + 4
 
 
 def test_smoothing_approaches_the_network_it_smooths():

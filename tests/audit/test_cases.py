@@ -13,6 +13,7 @@ from gradveil.attacks import ATTACKS, Attack, Reconstruction
 from gradveil.audit import AuditConfig, run
 from gradveil.audit.cases import (
     Case,
+    at_stage,
     attack_on,
     bound,
     build_task,
@@ -23,10 +24,12 @@ from gradveil.audit.cases import (
     prepare,
     score,
 )
-from gradveil.core.errors import DataError, ParameterError
+from gradveil.core.errors import DataError, ParameterError, ThreatModelError
 from gradveil.core.parameters import state
 from gradveil.core.tensors import Tensors
 from gradveil.data import Dataset, Split
+from gradveil.federation import Training
+from gradveil.federation.digests import weights_digest
 from gradveil.federation.job import as_batch
 from gradveil.update import LocalSteps
 
@@ -326,6 +329,97 @@ def test_the_users_own_weights_are_loaded_and_must_fit(dataset, tmp_path):
     save_file(broken, path)
     with pytest.raises(DataError, match="expected finite weights, got NaN or Inf"):
         load_weights(model, path)
+
+
+SMALL = {"attacks": ("idlg:iterations=2",), "defenses": ("none",), "model": "mlp", "games": 0, "victims": 1}
+SMALL |= {"rounds": 4, "clients": 2, "client_batch": 8, "lr": 0.5, "public": 20}
+
+
+def test_victims_are_attacked_at_a_stage_of_the_training(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradveil.data.load", lambda *_args, **_parameters: dataset)
+    described, trained = {}, {}
+    for stage in (0.0, 0.5, 1.0):
+        folder = tmp_path / str(stage)
+        run(AuditConfig(**SMALL, stage=stage), folder)
+        described[stage] = json.loads((folder / "config.json").read_text())
+        trained[stage] = json.loads((folder / "utility.jsonl").read_text())
+    digests = [config["weights_digest"] for config in described.values()]
+    assert len(set(digests)) == 3
+    # The training behind the accuracy always begins at the first weights, and stage 1 is its end.
+    assert len({row["accuracy"] for row in trained.values()}) == 1
+    assert described[1.0]["weights_accuracy"] == trained[0.0]["accuracy"]
+    task = build_task(dataset, "mlp")
+    after = at_stage(task, dataset, Training(rounds=8, clients=2, batch_size=8, lr=0.5, seed=0), 0.25)
+    assert weights_digest(after) == digests[1]
+    with pytest.raises(ParameterError, match=r"after 8 rounds .* it diverged in round \d; lower --lr"):
+        at_stage(task, dataset, Training(rounds=8, clients=2, lr=1e30), 1.0)
+
+
+def test_only_shared_parameters_leave_the_client(dataset, tmp_path, monkeypatch):
+    task = build_task(dataset, "mlp", shared="features.*.weight,*.bias")
+    names = list(build_task(dataset, "mlp").parameters)
+    assert "classifier.weight" in names
+    assert list(task.parameters) == [name for name in names if name != "classifier.weight"]
+    [[(_, update)]] = observe(case_of(dataset, task, victims=choose_victims(dataset.test, 1))).seen
+    whole = build_task(dataset, "mlp")
+    [[(_, all_of_it)]] = observe(case_of(dataset, whole, victims=choose_victims(dataset.test, 1))).seen
+    for name, value in update.items():
+        torch.testing.assert_close(value, all_of_it[name])
+    with pytest.raises(ParameterError, match="shared must name parameters of the model, got 'layer9"):
+        build_task(dataset, "mlp", shared="*.bias,layer9*")
+    monkeypatch.setattr("gradveil.data.load", lambda *_args, **_parameters: dataset)
+    with pytest.raises(ThreatModelError, match=r"classifier 'classifier.weight' is frozen, .* or --labels known"):
+        run(AuditConfig(**SMALL, shared="features*"), tmp_path / "out")
+    with pytest.raises(ParameterError, match="shared is about single gradients"):
+        AuditConfig(shared="a*", local_epochs=1)
+
+
+def test_attackers_use_only_what_they_know_of_local_steps(dataset, task):
+    local = LocalSteps(epochs=2, batch_size=1, lr=0.1, momentum=0.5)
+    attack, victims = gradveil.attack("idlg", iterations=3), choose_victims(dataset.test, 2, 2)
+    seen = {}
+    for known, assumed in {"full": local, "part": LocalSteps(2, None, 0.1), "none": None}.items():
+        case = case_of(dataset, task, attack=attack, victims=victims, local=local, local_known=known)
+        observation = observe(case)
+        seen[known] = attack_on(observation).inputs
+        # What it finds follows from the values of the update and what is assumed about it.
+        values = [dict(rounds[0][1]) for rounds in observation.seen]
+        threat, randomness = (
+            gradveil.ThreatModel(batch_size=2, local=assumed),
+            case.randomness("attack", str(attack), 0),
+        )
+        expected = attack.reconstruct(task, values, threat, generator=randomness, execution="batch")
+        assert torch.equal(seen[known], expected.inputs)
+    assert not torch.equal(seen["full"], seen["none"])
+    with pytest.raises(ParameterError, match="local_known=part is about local steps"):
+        AuditConfig(local_known="part")
+    assert AuditConfig(local_epochs=1, local_momentum=0.5).local == LocalSteps(1, None, 0.05, 0.5)
+
+
+DROPOUT_MODEL = """
+from torch import nn
+
+def build(input_shape, classes):
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(400, classes)]
+    return nn.Sequential(*layers).eval()
+"""
+
+
+def test_dropout_is_active_unless_it_is_switched_off(dataset, tmp_path):
+    (tmp_path / "model.py").write_text(DROPOUT_MODEL)
+    model = f"{tmp_path}/model.py@build"
+    task = build_task(dataset, model)
+    assert task.dropout_rates == {"3": 0.5}
+    assert not task.has_batch_statistics  # as the model comes
+    off = build_task(dataset, model, dropout="inference", norms="train")
+    assert not off.has_dropout
+    assert off.has_batch_statistics
+    with pytest.raises(ParameterError, match="dropout must be one of"):
+        build_task(dataset, model, dropout="off")
+    observed = observe(case_of(dataset, task))
+    # Without a defense, what is seen is what the client computed: with the same masks.
+    assert observed.power == [0.0, 0.0, 0.0]
+    assert bound(case_of(dataset, task, "gaussian-noise")) is None
 
 
 def test_batch_norm_works_in_the_chosen_mode(dataset):

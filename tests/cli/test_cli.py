@@ -38,6 +38,19 @@ def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_several_stages_are_an_audit_each(gradveil_command, tmp_path):
+    words = ("audit", "--dataset", "mnist:size=12", "--model", "mlp", "--attack", "idlg:iterations=2", "--victims", "1")
+    words += ("--defense", "none", "--games", "0", "--rounds", "2", "--clients", "2", "--public", "50")
+    code, out, _ = gradveil_command(*words, "--stage", "0,0.5", "--out", tmp_path)
+    assert code == 0
+    for stage in ("0", "0.5"):
+        assert json.loads((tmp_path / f"stage-{stage}" / "config.json").read_text())["stage"] == float(stage)
+        assert str(tmp_path / f"stage-{stage}" / "report.html") in out
+    code, _, err = gradveil_command(*words, "--stage", "0,late", "--out", tmp_path / "new")
+    assert code == 2
+    assert "--stage must be numbers with commas between them, got '0,late'" in err
+
+
 def test_audit_says_which_attackers_and_which_flags(gradveil_command, tmp_path):
     words = [*QUICK_AUDIT, "--plain", "--match", "power", "--aggregated", 2, "--json", "--out", tmp_path / "out"]
     code, out, err = gradveil_command(*words)

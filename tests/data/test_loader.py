@@ -127,7 +127,9 @@ class TestByPath:
 
     def test_a_path_that_does_not_exist(self, tmp_path):
         for path in (tmp_path / "own.npz", str(tmp_path / "own"), "own.npz"):
-            with pytest.raises(DataError, match=r"own.*: no such file or folder"):
+            with pytest.raises(
+                DataError, match=r"own.*: expected an existing file or folder of data, got none of that name"
+            ):
                 data.load(path)
 
     def test_size_resizes(self, tmp_path):

@@ -62,6 +62,8 @@ class AuditFolder:
             "victims": victims,
             "seed": seed,
             "data_digest": "d" * 16,
+            "dropout_rates": {},
+            "weights_accuracy": 0.1,
             "weights_digest": "e" * 16,
             "model_file_digest": None,
             "plugin_files": {},

@@ -111,6 +111,8 @@ def folder(meters, tmp_path):
             "input_shape": [5],
             "classes": [],
             "parameters": 30,
+            "dropout_rates": {},
+            "weights_accuracy": 0.1,
             "weights_digest": "e" * 16,
             "model_file_digest": None,
             "plugin_files": {},

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.core.errors import InputError, ParameterError
+from gradveil.core.randomness import source_of
 from gradveil.task.sensitivity import batch_parts, direction_bytes
 
 
@@ -196,11 +197,117 @@ def test_per_example_gradients_refuse_batch_statistics():
         task.per_example_gradients(inputs, labels)
 
 
-def test_active_dropout_is_refused():
-    model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3))
-    with pytest.raises(InputError, match=r"dropout '1' \(p=0.5\) is active"):
-        gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
-    assert gradveil.Task(model.eval(), input_shape=(1, 2, 2), classes=3).size == 15
+class SwapAxes(nn.Module):
+    def forward(self, x):
+        return x.mT
+
+
+def with_dropout():
+    """Dropout of values and of channels, one module in two places, one called twice."""
+    torch.manual_seed(3)
+    drop = nn.Dropout(0.5)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.channels, self.drop = nn.Conv2d(1, 4, 3), nn.Dropout2d(0.25), drop
+            self.head = nn.Sequential(nn.Linear(64, 8), drop, nn.Linear(8, 3))
+
+        def forward(self, x):
+            return self.head(self.drop(torch.tanh(self.channels(self.conv(x))).flatten(1)))
+
+    return Model().double()
+
+
+def masked_source(seed=0):
+    return source_of(torch.Generator().manual_seed(seed))
+
+
+class TestDropout:
+    def batch(self, examples=4):
+        torch.manual_seed(1)
+        return torch.rand(examples, 1, 6, 6, dtype=torch.float64), torch.arange(examples) % 3
+
+    def task(self):
+        return gradveil.Task(with_dropout(), input_shape=(1, 6, 6), classes=3)
+
+    def test_masks_have_the_shapes_and_values_of_torchs_dropout(self):
+        task = self.task()
+        assert task.dropout_rates == {"channels": 0.25, "drop": 0.5}
+        assert task.mask_shapes(4) == {
+            "channels.mask0": (4, 4, 1, 1),
+            "drop.mask0": (4, 64),
+            "drop.mask1": (4, 8),
+        }
+        masks = task.with_masks(2000, masked_source())._masks
+        for name, keep in {"channels.mask0": 4 / 3, "drop.mask0": 2.0}.items():
+            assert set(masks[name].unique().tolist()) == {0.0, keep}
+            assert masks[name].mean() == pytest.approx(1, abs=0.03)
+
+    def test_gradients_equal_autograd_with_the_same_masks(self):
+        task, (inputs, labels) = self.task(), self.batch()
+        masked = task.with_masks(4, masked_source())
+        model, masks = with_dropout(), masked._masks
+        z = torch.tanh(model.conv(inputs) * masks["channels.mask0"]).flatten(1) * masks["drop.mask0"]
+        outputs = model.head[2](model.head[0](z) * masks["drop.mask1"])
+        expected = torch.autograd.grad(F.cross_entropy(outputs, labels), list(model.parameters()))
+        for found, value in zip(masked.gradients(inputs, labels).values(), expected, strict=True):
+            torch.testing.assert_close(found, value)
+
+    def test_per_example_gradients_and_parts_use_each_examples_own_mask(self):
+        batch = self.batch()
+        masked = self.task().with_masks(4, masked_source())
+        each = masked.per_example_gradients(*batch)
+        for name, value in masked.gradients(*batch).items():
+            torch.testing.assert_close(each[name].mean(0), value)
+        part = masked.for_examples(slice(1, 3)).per_example_gradients(batch[0][1:3], batch[1][1:3])
+        for name, value in part.items():
+            torch.testing.assert_close(value, each[name][1:3])
+        exact = masked.sensitivity(*batch, directions=None)
+        in_parts = masked.sensitivity(*batch, directions=None, memory_budget=1)
+        for name, value in exact.items():
+            torch.testing.assert_close(in_parts[name], value)
+
+    def test_it_is_never_silently_off(self):
+        task, batch = self.task(), self.batch()
+        for function in (task.gradients, task.per_example_gradients, task.sensitivity):
+            with pytest.raises(InputError, match=r"dropout 'channels' is active, so this depends on masks; draw them"):
+                function(*batch)
+        with pytest.raises(InputError, match="masks were drawn for 4 rows and used with 2"):
+            task.with_masks(4, masked_source()).gradients(batch[0][:2], batch[1][:2])
+
+    def test_inference_mode_is_that_of_torch(self):
+        task, (inputs, labels) = self.task(), self.batch()
+        expected = autograd_gradients(with_dropout().eval(), inputs, labels)
+        off = task.without_dropout()
+        assert not off.has_dropout
+        for name, value in off.gradients(inputs, labels).items():
+            torch.testing.assert_close(value, expected[name])
+            torch.testing.assert_close(task.gradient(task.parameters, inputs, labels)[name], expected[name])
+
+    def test_the_statistics_of_a_batch_norm_depend_on_the_mask_before_it(self):
+        model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        task = gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+        masked = task.with_masks(8, masked_source())
+        inputs = torch.rand(8, 1, 2, 2)
+        new = masked.updated_buffers(inputs)["2.running_mean"]
+        torch.testing.assert_close(new, 0.1 * (inputs.flatten(1) * masked._masks["1.mask0"]).mean(0))
+        fixed = masked.with_fixed_norms(masked.updated_buffers(inputs))
+        assert fixed.has_dropout
+        assert not fixed.has_batch_statistics
+
+    @pytest.mark.parametrize(
+        ("module", "message"),
+        [
+            (nn.AlphaDropout(), "expected an active dropout to be nn.Dropout .* got AlphaDropout '1'"),
+            (nn.Sequential(SwapAxes(), nn.Dropout(), SwapAxes()), "expected the examples in the first dimension"),
+        ],
+    )
+    def test_dropout_that_cannot_be_masked_is_refused(self, module, message):
+        model = nn.Sequential(nn.Flatten(), module, nn.Linear(4, 3))
+        with pytest.raises(InputError, match=message):
+            gradveil.Task(model, input_shape=(1, 2, 2), classes=3)
+        assert gradveil.Task(model.eval(), input_shape=(1, 2, 2), classes=3).size == 15
 
 
 def test_normalisation_is_part_of_the_task():

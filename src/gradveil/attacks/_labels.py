@@ -54,7 +54,9 @@ def check_inferable(owner: str, task: Task) -> None:
     elif not {task.classifier.weight, task.classifier.bias} & task.parameters.keys():
         obstacle = f"the classifier {task.classifier.weight!r} is frozen, so updates do not reveal labels"
     if obstacle:
-        raise ThreatModelError(f"{owner}: {obstacle}; use ThreatModel(labels='known', known_labels=...)")
+        raise ThreatModelError(
+            f"{owner}: {obstacle}; use ThreatModel(labels='known', known_labels=...), or --labels known"
+        )
 
 
 def find_labels(

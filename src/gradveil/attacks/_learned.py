@@ -154,8 +154,9 @@ def learned_digest(attack: object, task: Task, threat: ThreatModel, generator: t
     # The labels of the victims are known only when it attacks.
     known = dataclasses.replace(known, labels="infer", known_labels=None)
     inputs, labels = threat.public
-    response = task.gradients(inputs[:_PROBED], labels[:_PROBED])
-    for part in _parts([__version__, attack, known, task.parameters, task.buffers, response, generator.get_state()]):
+    response = task.without_dropout().gradients(inputs[:_PROBED], labels[:_PROBED])
+    model = [task.parameters, task.buffers, response, task.dropout_rates]
+    for part in _parts([__version__, attack, known, *model, generator.get_state()]):
         digest.update(part)
     return digest.hexdigest()[:32]
 

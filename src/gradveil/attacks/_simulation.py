@@ -70,7 +70,7 @@ class SimulatedClients:
     @property
     def together(self) -> bool:
         """Whether gradients are computed for many clients at once."""
-        exact = self.local is None and not self.task.has_batch_statistics
+        exact = self.local is None and not self.task.has_batch_statistics and not self.task.has_dropout
         return exact and self.defense.gradient_only and not self.defense.announces
 
     def chunk(self, batch_size: int) -> int:

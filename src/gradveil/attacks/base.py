@@ -76,6 +76,7 @@ class Attack(Method, ABC):
             cache: a folder of the user's own in which what is learned is kept and found again, also what an interrupted
                 attempt has learned so far; None: nothing is kept.
         """
+        threat = threat.as_known()
         self.check_threat(task, threat)
         if threat.public is not None:
             threat = replace(threat, public=granted_public(self.name, task, threat))
@@ -246,6 +247,7 @@ class Attack(Method, ABC):
     def pose(self, task: Task, updates: Observed, threat: ThreatModel, generator: torch.Generator) -> Problem:
         """Build the problem for `run`, with only what the threat model grants; arguments as for `reconstruct`."""
         rounds = observed_rounds(self.name, task, updates, threat)
+        threat = threat.as_known()
         self.check_threat(task, threat)
         if not has_all_state(self):
             raise ThreatModelError(f"{self.name}: must be fitted first; use attack = attack.fit(task, threat)")

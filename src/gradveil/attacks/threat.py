@@ -1,6 +1,6 @@
 """The threat model: what an attacker may know and do."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -9,6 +9,9 @@ from gradveil.core.errors import ParameterError
 from gradveil.defenses import Defense
 from gradveil.defenses.base import Batch
 from gradveil.update import LocalSteps
+
+LOCAL_KNOWN = ("full", "part", "none")
+"""How much an attacker may know about the clients' local steps, see `ThreatModel`."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,9 @@ class ThreatModel:
             an attack that infers it; None: it is not known.
         known_members: inputs ``[K, ...]``, labels ``[K, ...]`` and a mask ``[victims, K]``, True for examples that the
             attacker knows to be in a victim's data; of the others it knows that they are not. None: it knows of none.
+        local_known: what the attacker knows of `local`: ``"full"``: everything but the order of the examples;
+            ``"part"``: epochs and learning rate, but neither batch size nor momentum, so that it assumes steps over all
+            examples without momentum; ``"none"``: it takes the update for a single gradient.
 
     Example:
         >>> import torch
@@ -52,9 +58,11 @@ class ThreatModel:
     public: Batch | None = None
     public_attributes: Tensor | None = None
     known_members: tuple[Tensor, Tensor, Tensor] | None = None
+    local_known: str = "full"
 
     def __post_init__(self) -> None:
         checks.choice("ThreatModel", "labels", self.labels, ["infer", "known"])
+        checks.choice("ThreatModel", "local_known", self.local_known, LOCAL_KNOWN)
         checks.choice("ThreatModel", "server", self.server, ["passive", "active"])
         checks.integer("ThreatModel", "batch_size", self.batch_size, low=1)
         checks.integer("ThreatModel", "rounds", self.rounds, low=1)
@@ -65,3 +73,15 @@ class ThreatModel:
                 f"ThreatModel: known_labels must be given exactly when labels='known', got labels={self.labels!r} "
                 f"and {'no' if self.known_labels is None else 'some'} known_labels"
             )
+
+    def as_known(self) -> "ThreatModel":
+        """The threat model as the attacker has it: with the local steps that it assumes.
+
+        >>> real = LocalSteps(epochs=2, batch_size=4, lr=0.1, momentum=0.9)
+        >>> ThreatModel(local=real, local_known="part").as_known().local
+        LocalSteps(epochs=2, batch_size=None, lr=0.1, momentum=0.0)
+        """
+        if self.local is None or self.local_known == "full":
+            return self
+        assumed = LocalSteps(self.local.epochs, lr=self.local.lr) if self.local_known == "part" else None
+        return replace(self, local=assumed, local_known="full")

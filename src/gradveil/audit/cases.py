@@ -7,7 +7,9 @@ An audit, an experiment and a test all take the same steps::
     scores = score(seen, attack_on(seen), scorer)
 """
 
+import fnmatch
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,19 +21,23 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
+from torch.func import grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil import metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
 from gradveil.attacks.problem import Progress
-from gradveil.audit.rows import NORMS, PUBLISHERS
+from gradveil.audit.rows import MODES, PUBLISHERS
 from gradveil.core import checks
-from gradveil.core.errors import DataError, ParameterError
+from gradveil.core.errors import DataError, InputError, ParameterError
 from gradveil.core.randomness import derived_generator
 from gradveil.core.registry import parse_spec
 from gradveil.core.tensors import first_mismatch
 from gradveil.data import Dataset, Split
 from gradveil.defenses import Defense
+from gradveil.defenses import create as create_defense
+from gradveil.federation import Training, train
 from gradveil.federation.job import as_batch, split_public
 from gradveil.task import Task
 from gradveil.update import Announced, LocalSteps, Rounds, Update, compute_update
@@ -55,7 +61,9 @@ def build_task(
     seed: int = 0,
     loss: str = "cross-entropy",
     weights: Path | None = None,
+    shared: str | None = None,
     norms: str | None = None,
+    dropout: str = "train",
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
     device: str = "cpu",
@@ -68,8 +76,12 @@ def build_task(
         seed: seed of the initial weights.
         loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model with one logit.
         weights: a safetensors file of the user's own weights, under the model's names; None: the initial ones.
+        shared: patterns of the parameters that leave the client, with commas between them; None: all. The others are
+            frozen.
         norms: ``"train"``: batch norm uses the statistics of the batch; ``"inference"``: its running ones; None: as the
             model is built.
+        dropout: ``"train"``: dropout modules are active, whatever their mode in the model; ``"inference"``: all modules
+            but batch norms are in evaluation mode.
         mean: the model's normalisation per channel or column, together with `std`; None: none.
         std: see `mean`.
         device: the device to compute on.
@@ -80,13 +92,107 @@ def build_task(
     net = models.create(name, input_shape=shape, classes=logits, seed=seed, **parameters)
     if weights is not None:
         load_weights(net, weights)
+    if shared is not None:
+        _share_only(net, shared.split(","))
     if norms is not None:
-        checks.choice("audit", "norms", norms, NORMS)
+        checks.choice("audit", "norms", norms, MODES)
         for module in net.modules():
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
+    _switch_dropout(net, checks.choice("audit", "dropout", dropout, MODES))
     net, modality = net.to(usable_device(device)), dataset.train.modality
-    return Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    task = Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
+    if loss == "cross-entropy" and _gives_probabilities(task):
+        warnings.warn(
+            f"{model} ends in softmax: its outputs sum to one, but the cross-entropy loss expects logits and applies "
+            "softmax itself, so gradients are small and attacks look weak; remove the last softmax unless you really "
+            "train that way",
+            stacklevel=2,
+        )
+    return task
+
+
+@torch.no_grad()
+def _gives_probabilities(task: Task) -> bool:
+    """Whether the outputs for noise are at least 0 and sum to one."""
+    shape, randomness = (4, *task.input_shape), derived_generator(0, "noise", device=task.device)
+    outputs = task.predict(task.modality.start(shape, randomness, dtype=task.dtype, device=task.device))
+    sums = outputs.sum(1)
+    return (
+        outputs.shape[1] > 1 and bool((outputs >= 0).all()) and torch.allclose(sums, torch.ones_like(sums), atol=1e-4)
+    )
+
+
+def check_attackable(task: Task) -> None:
+    """Refuse a model without the second derivatives that attacks need; some recurrent and fused layers have none."""
+    parameters, shape = task.parameters, (2, 2, *task.input_shape)
+    randomness = derived_generator(0, "noise", device=task.device)
+    inputs = task.modality.start(shape, randomness, dtype=task.dtype, device=task.device)
+    if task.classes is None:
+        return
+    labels = task.random_labels(4, randomness).view(2, 2, *task.positions)
+
+    def cost(candidate: Tensor, label: Tensor) -> Tensor:
+        return torch.stack([g.square().sum() for g in task.gradient(parameters, candidate, label).values()]).sum()
+
+    try:
+        slopes = vmap(grad(cost))(inputs, labels)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(
+            f"audit: expected a model whose gradients can be differentiated again and batched, which attacks need, got "
+            f"an error: {reason}; replace fused layers such as nn.LSTM and nn.GRU by loops over nn.LSTMCell or "
+            "nn.GRUCell, and operations in place by others"
+        ) from error
+    if not torch.isfinite(slopes).all():
+        raise InputError(
+            "audit: expected gradients with finite derivatives, got NaN or Inf on noise; check the model's operations "
+            "(sqrt, norm and division at 0)"
+        )
+
+
+def _share_only(net: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Freeze the parameters that no pattern matches."""
+    names = [name for name, _ in net.named_parameters()]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise ParameterError(
+                f"audit: shared must name parameters of the model, got {pattern!r}, which matches none of "
+                f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            )
+    for name, parameter in net.named_parameters():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+
+
+def at_stage(task: Task, dataset: Dataset, training: Training, stage: float) -> Task:
+    """The task after this share of an undefended training; itself at stage 0.
+
+    Args:
+        task: the task at its first weights.
+        dataset: the data of the training.
+        training: the settings of the whole training.
+        stage: in [0, 1].
+    """
+    rounds = round(stage * training.rounds)
+    if rounds == 0:
+        return task
+    result = train(task, dataset, create_defense("none"), replace(training, rounds=rounds, evaluate_every=None))
+    if result.diverged is not None:
+        raise ParameterError(
+            f"audit: expected weights after {rounds} rounds of undefended training (stage={stage}), but it diverged in "
+            f"round {result.diverged + 1}; lower --lr"
+        )
+    return result.task
+
+
+def _switch_dropout(net: torch.nn.Module, mode: str) -> None:
+    for module in net.modules():
+        if mode == "train" and isinstance(module, _DropoutNd):
+            module.train()
+        # Any other module may contain dropout: attention and recurrent layers do.
+        if mode == "inference" and not isinstance(module, _BatchNorm):
+            module.training = False
 
 
 def usable_device(name: str) -> torch.device:
@@ -267,6 +373,7 @@ class Case:
             ``"lying"``: another client, which passes its smallest values off as its largest; ``"victim"``: the first
             client of the victim, inside whose own announcement it is then attacked.
         public: examples that anybody has, none of them a victim's, which an attack that learns may learn from.
+        local_known: what the attacker knows about the local steps, see `ThreatModel`.
     """
 
     prepared: PreparedDefense
@@ -280,6 +387,7 @@ class Case:
     seed: int = 0
     publisher: str = "honest"
     public: Batch | None = None
+    local_known: str = "full"
 
     def __post_init__(self) -> None:
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
@@ -296,6 +404,7 @@ class Case:
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
             public=self.public if self.attack.needs_public else None,
+            local_known=self.local_known,
         )
 
     def randomness(self, *path: object) -> torch.Generator:

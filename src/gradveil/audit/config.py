@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.attacks import create as create_attack
+from gradveil.attacks.threat import LOCAL_KNOWN
 from gradveil.audit import schema
 from gradveil.audit.match import Price
-from gradveil.audit.rows import NORMS, PUBLISHERS, SETTINGS, Settings, with_lists, with_tuples
+from gradveil.audit.rows import MODES, PUBLISHERS, SETTINGS, Settings, with_lists, with_tuples
 from gradveil.audit.store import command_line, read_json
 from gradveil.core import checks
 from gradveil.core.errors import ParameterError
@@ -47,6 +48,9 @@ class AuditConfig(Settings):
         local_epochs: FedAvg: the clients' local passes over their examples; None: a single gradient.
         local_batch: FedAvg: examples per local step; None: all of them.
         local_lr: FedAvg: learning rate of the local steps.
+        local_momentum: FedAvg: momentum of the local steps.
+        local_known: FedAvg: what attackers know about the local steps: ``"full"``, ``"part"`` (epochs and learning
+            rate) or ``"none"`` (they take the update for one gradient), see `ThreatModel`.
         observed_rounds: rounds of each victim, on the same data, that the attacker sees; between them the server takes
             a step of `lr` along the mean update.
         publisher: who announces for the victims' rounds, under defenses in which a client does: ``"honest"``: another
@@ -57,7 +61,15 @@ class AuditConfig(Settings):
         candidates: test examples, at most, among which an attacker is to find the one that a client trained on.
         games: how often it has to, each time from another client's update; 0: not at all.
         weights: safetensors file of the user's own weights; None: the initial ones.
+        stage: the share of the training after which victims are attacked, in [0, 1]: the audit itself first trains the
+            model undefended for that share of `rounds`. 0: at the weights as they are given.
+        shared: patterns such as ``"layer1*,*.bias"`` (`fnmatch`), with commas between them, of the parameters that
+            leave the client; None: all. The attacker is granted the values of the others. In the training they stay as
+            they are.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
+        dropout: ``"train"``: clients draw fresh dropout masks in every step, as they do in training, and matching
+            attackers search for these masks too; ``"inference"``: dropout is off. Without dropout in the model, both
+            are the same.
         mean: the model's normalisation, one number per channel or column, together with `std`; None: none.
         std: see `mean`.
         device: the device to compute on.
@@ -75,15 +87,28 @@ class AuditConfig(Settings):
         if self.local_batch is not None and self.local_epochs is None:
             raise ParameterError("audit: local_batch belongs to local steps; give the passes too: local_epochs")
         epochs = 1 if self.local_epochs is None else self.local_epochs
-        LocalSteps(epochs, self.local_batch, self.local_lr)  # checks its arguments
+        LocalSteps(epochs, self.local_batch, self.local_lr, self.local_momentum)  # checks its arguments
+        checks.choice("audit", "local_known", self.local_known, LOCAL_KNOWN)
+        if self.local_known != "full" and self.local_epochs is None:
+            raise ParameterError(
+                f"audit: local_known={self.local_known} is about local steps, of which there are none; give "
+                "local_epochs or leave it out"
+            )
+        checks.number("audit", "stage", self.stage, low=0, high=1)
+        if self.shared is not None and self.local_epochs is not None:
+            raise ParameterError(
+                "audit: shared is about single gradients, because in local steps the layers that stay at the client "
+                "change too; leave local_epochs or shared out"
+            )
         if self.norms is not None:
-            checks.choice("audit", "norms", self.norms, NORMS)
+            checks.choice("audit", "norms", self.norms, MODES)
+        checks.choice("audit", "dropout", self.dropout, MODES)
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
         checks.integer("audit", "seed", self.seed, low=0)
         checks.integer("audit", "public", self.public, low=0)
         checks.integer("audit", "candidates", self.candidates, low=2)
         checks.integer("audit", "games", self.games, low=0)
-        given = [name for name in ("match", "weights") if getattr(self, name) is not None]
+        given = [name for name in ("match", "weights", "shared") if getattr(self, name) is not None]
         for name in ("dataset", "model", "labels", "device", *given):
             _check_text(name, getattr(self, name))
         for name in ("defenses", "attacks"):
@@ -119,7 +144,9 @@ class AuditConfig(Settings):
     @property
     def local(self) -> LocalSteps | None:
         """The clients' local steps."""
-        return None if self.local_epochs is None else LocalSteps(self.local_epochs, self.local_batch, self.local_lr)
+        if self.local_epochs is None:
+            return None
+        return LocalSteps(self.local_epochs, self.local_batch, self.local_lr, self.local_momentum)
 
     @property
     def command(self) -> str:

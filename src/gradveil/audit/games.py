@@ -147,6 +147,7 @@ def play(
     *,
     adaptive: bool | str = False,
     local: LocalSteps | None = None,
+    local_known: str = "full",
     seed: int = 0,
     public: tuple[Tensor, Tensor] | None = None,
     progress: Progress = None,
@@ -159,6 +160,7 @@ def play(
         attack: an attack that identifies.
         adaptive: whether the attacker knows the defense, or the form in which it uses that knowledge.
         local: the clients' local steps.
+        local_known: what the attacker knows about them, see `ThreatModel`.
         seed: seed of the clients' and the attacker's draws.
         public: examples that anybody has, none of them in the games, which the attacker may use; None: there are none.
         progress: called with (steps done, total steps, seconds left).
@@ -180,7 +182,12 @@ def play(
             ]
         )
     threat = ThreatModel(
-        batch_size=games.batches.shape[1], adaptive=adaptive, defense=defense, local=local, public=public
+        batch_size=games.batches.shape[1],
+        adaptive=adaptive,
+        defense=defense,
+        local=local,
+        public=public,
+        local_known=local_known,
     )
     candidates = as_batch(task, games.split.batch(games.pool))
     generator = derived_generator(seed, "attack", str(attack), device=task.device)

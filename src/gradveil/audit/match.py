@@ -17,7 +17,7 @@ from gradveil.federation import Training, train
 from gradveil.federation.job import as_batch, performance_maintenance, split_public
 from gradveil.metrics import relative_power
 from gradveil.task import Task
-from gradveil.update import wire
+from gradveil.update import compute_update, wire
 
 TRIES = 12
 PROBED_CLIENTS = 4
@@ -210,13 +210,12 @@ class Costs:
         locations = defense.locations(announced)
         powers, sizes = [], [0 if locations is None else len(wire.encode_locations(locations)) / len(batches)]
         for number, batch in enumerate(batches):
-            update = defense.share(
-                task,
-                *batch,
-                generator=derived_generator(seed, "share", number, device=device),
-                memory={},
-                announced=announced,
-            )
-            powers.append(relative_power(task.gradients(*batch), update))
+
+            def randomness(number: int = number) -> torch.Generator:
+                return derived_generator(seed, "share", number, device=device)
+
+            update = defense.share(task, *batch, generator=randomness(), memory={}, announced=announced)
+            # From the same state, so that dropout masks are the same.
+            powers.append(relative_power(compute_update(task, *batch, generator=randomness()), update))
             sizes.append(len(wire.encode(update, locations=locations)) / len(batches))
         return fmean(powers), sum(sizes)

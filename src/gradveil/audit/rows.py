@@ -10,12 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from gradveil.attacks.threat import LOCAL_KNOWN
 from gradveil.audit import schema as kinds
 from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 5
+VERSION = 6
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -29,7 +30,8 @@ ATTACKS = (
     "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
     "lti:directions=300,draws=6,hidden=512,epochs=30",
 )
-NORMS = ("train", "inference")
+MODES = ("train", "inference")
+"""The modes of batch norm and dropout."""
 PUBLISHERS = ("honest", "lying", "victim")
 
 
@@ -76,13 +78,18 @@ class Settings:
     local_epochs: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_batch: int | None = _field(kinds.optional(kinds.integer(1)), None)
     local_lr: float = _field(kinds.number(0, 1e6), 0.05)
+    local_momentum: float = _field(kinds.number(0, 1), 0.0)
+    local_known: str = _field(kinds.choice(*LOCAL_KNOWN), "full")
     observed_rounds: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
     publisher: str = _field(kinds.choice(*PUBLISHERS), "honest")
     public: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 4000)
     candidates: int = _field(kinds.integer(2, kinds.MAX_ITEMS), 200)
     games: int = _field(kinds.integer(0, kinds.MAX_ITEMS), 100)
     weights: str | None = _field(kinds.optional(kinds.text()), None)
-    norms: str | None = _field(kinds.optional(kinds.choice(*NORMS)), None)
+    stage: float = _field(kinds.SHARE, 0.0)
+    shared: str | None = _field(kinds.optional(kinds.text()), None)
+    norms: str | None = _field(kinds.optional(kinds.choice(*MODES)), None)
+    dropout: str = _field(kinds.choice(*MODES), "train")
     mean: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, kinds.MAX_ITEMS)), None)
     std: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.AMOUNT, kinds.MAX_ITEMS)), None)
     device: str = _field(kinds.text(100), "cpu")
@@ -108,6 +115,8 @@ CONFIG_SCHEMA: Schema = {
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "parameters": kinds.integer(1, 10**15),
+    "dropout_rates": kinds.object_of(kinds.SHARE, kinds.MAX_ITEMS),
+    "weights_accuracy": kinds.optional(kinds.SHARE),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
     "plugin_files": kinds.object_of(kinds.digest(), 100),

@@ -41,7 +41,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
-from gradveil.federation.job import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, evaluate, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
 from gradveil.metrics import METRICS, identification
 from gradveil.task import Task
@@ -147,6 +147,7 @@ def _run(
 ) -> None:
     before = _earlier_run(config, folder, resume)
     subject = Subject.of(config)
+    subject.check_attacks()
     now = sealed(subject.describe())
     if before is None:
         check_config(now)  # what is written must be readable again
@@ -308,7 +309,8 @@ class Subject:
         config: the config of the audit.
         dataset: its training split is public except for what clients hold in the training; victims are drawn from the
             test split.
-        task: the model as the server has it.
+        untrained: the model at the weights at which trainings begin.
+        task: the model as the server has it when victims are attacked.
         victims: the victims that are attacked.
         root: a few training examples that no client holds, which defenses and active servers are prepared with.
         public_examples: the numbers of training examples, those of `root` first, which attackers who learn may learn
@@ -320,6 +322,7 @@ class Subject:
 
     config: AuditConfig
     dataset: data.Dataset
+    untrained: Task
     task: Task
     victims: Victims
     root: Batch
@@ -344,14 +347,18 @@ class Subject:
             config.model,
             seed=config.seed,
             weights=None if config.weights is None else Path(config.weights),
+            shared=config.shared,
             norms=config.norms,
+            dropout=config.dropout,
             mean=config.mean,
             std=config.std,
             device=config.device,
         )
+        cases.check_attackable(task)
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         # Workers use the cores. More threads for fewer workers would round differently, and rows must not.
         torch.set_num_threads(1)
+        untrained, task = task, cases.at_stage(task, dataset, _training(config), config.stage)
         victims = cases.choose_victims(
             dataset.test,
             config.victims,
@@ -379,6 +386,7 @@ class Subject:
         return cls(
             config,
             dataset,
+            untrained,
             task,
             victims,
             as_batch(task, train_split.batch(root)),
@@ -426,12 +434,20 @@ class Subject:
             adaptive=adaptive,
             labels=config.labels,
             local=config.local,
+            local_known=config.local_known,
             rounds=config.observed_rounds,
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
             public=self.public if attack.needs_public else None,
         )
+
+    def check_attacks(self) -> None:
+        """Refuse attacks that cannot run on this task, before anything runs."""
+        undefended = PreparedDefense(create_defense("none"), self.task, self.task)
+        for attack in map(create_attack, self.config.attacks):
+            case = self.case(undefended, attack, adaptive=False)
+            attack.check_threat(self.task, case.threat(self.config.batch_size, self.victims.targets).as_known())
 
     def attackers(self, defense: Defense, attack: Attack) -> list[bool]:
         """Which attackers a defense meets: plain (False), adaptive (True) or both; "none" leaves nothing to know."""
@@ -476,6 +492,8 @@ class Subject:
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
             "parameters": self.task.size,
+            "dropout_rates": self.task.dropout_rates,
+            "weights_accuracy": finite(evaluate(self.task, self.dataset.test)[0]),
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(config.model),
             "plugin_files": plugins.loaded_files(),
@@ -644,7 +662,7 @@ class _Work:
     def __init__(self, subject: Subject, learned: Path | None = None) -> None:
         self.subject, self.learned, self.config = subject, learned, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
-        self.costs = Costs(subject.task, subject.dataset, _training(self.config))
+        self.costs = Costs(subject.untrained, subject.dataset, _training(self.config))
         self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
     def perform(self, piece: Piece, strength: str, report_step: ReportStep) -> Finished:
@@ -725,6 +743,7 @@ class _Work:
             IDENTIFIER,
             adaptive=adaptive,
             local=config.local,
+            local_known=config.local_known,
             seed=config.seed,
             public=public,
             progress=report_step,
@@ -812,7 +831,7 @@ class _Work:
     def _train(self, spec: str, report_step: ReportStep) -> Finished:
         """Train under a defense; what that is worth without it (`baseline_accuracy`, `pmm`) the writer fills in."""
         defense, subject = create_defense(spec), self.subject
-        result = train(subject.task, subject.dataset, defense, _training(self.config), progress=report_step)
+        result = train(subject.untrained, subject.dataset, defense, _training(self.config), progress=report_step)
         row = UtilityRow(
             **_named("defense", defense, absent=None),
             accuracy=result.accuracy,

@@ -19,21 +19,28 @@ from gradveil.audit.plan import LONG
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
 from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
-from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
+from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
-from gradveil.core.errors import OutputError, ParameterError, WorkerError
+from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
 
 
 def run(options: Mapping[str, Any]) -> None:
     """Run the command; most options have the name of a setting of `AuditConfig`."""
-    plugins.load_files(options["plugin"] or ())
     output: Path | None = options["output"]
+    stages = numbers("audit", "stage", options["stage"])
+    if stages is not None and len(stages) > 1:
+        for stage in stages:
+            place = None if output is None else output / f"stage-{stage:g}"
+            run({**options, "stage": str(stage), "output": place})
+        return
+    plugins.load_files(options["plugin"] or ())
     resume: bool = options["resume"]
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
-    asked |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
+    asked["stage"] = None if stages is None else stages[0]
+    asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}
     # On resuming, what is not said again stays as it was; only a model's code has to be asked for again.
     base = AuditConfig()
     if resume and output is not None and (output / CONFIG).exists():
@@ -138,11 +145,3 @@ def _with_presets(
         spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
         for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
     )
-
-
-def _numbers(name: str, text: str | None) -> tuple[float, ...] | None:
-    """Numbers with commas between them."""
-    try:
-        return None if text is None else tuple(map(float, text.split(",")))
-    except ValueError:
-        raise ParameterError(f"audit: --{name} must be numbers with commas between them, got {text!r}") from None

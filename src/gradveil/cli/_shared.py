@@ -1,4 +1,4 @@
-"""What commands that write folders share: how to resume one, and whose code that runs."""
+"""What commands share: options that are lists of numbers, how to resume a folder, and whose code that runs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,19 @@ from pathlib import Path
 from gradveil.audit.folder import is_model_file
 from gradveil.audit.store import resume_command
 from gradveil.core import plugins
-from gradveil.core.errors import OutputError
+from gradveil.core.errors import OutputError, ParameterError
+
+
+def numbers(command: str, name: str, text: str | None) -> tuple[float, ...] | None:
+    """Numbers with commas between them.
+
+    >>> numbers("audit", "mean", "0.5,0.25")
+    (0.5, 0.25)
+    """
+    try:
+        return None if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ParameterError(f"{command}: --{name} must be numbers with commas between them, got {text!r}") from None
 
 
 def how_to_resume(command: str, folder: Path, model: str) -> str:

@@ -22,7 +22,7 @@ from gradveil.audit.folder import is_model_file
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, slug
 from gradveil.cli._console import INTERRUPTED, print_result, progress_bar, say, stderr, stdout
-from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
+from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
 from gradveil.core import plugins
 from gradveil.core.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.core.folders import locked, prepare_folder, write_json
@@ -159,6 +159,11 @@ class _TrainSettings:
     engine: str
     seed: int
     device: str
+    weights: str | None
+    norms: str | None
+    dropout: str
+    mean: str | None
+    std: str | None
 
     @property
     def specs(self) -> list[str]:
@@ -185,7 +190,18 @@ class _TrainSettings:
     def load(self) -> tuple[Task, datasets.Dataset]:
         name, parameters = parse_spec(self.dataset)
         loaded = datasets.load(name, **parameters)
-        return build_task(loaded, self.model, seed=self.seed, device=self.device), loaded
+        task = build_task(
+            loaded,
+            self.model,
+            seed=self.seed,
+            weights=None if self.weights is None else Path(self.weights),
+            norms=self.norms,
+            dropout=self.dropout,
+            mean=numbers("train", "mean", self.mean),
+            std=numbers("train", "std", self.std),
+            device=self.device,
+        )
+        return task, loaded
 
 
 def _as_saved(settings: _TrainSettings, given: set[str], folder: Path, resume: bool) -> _TrainSettings:

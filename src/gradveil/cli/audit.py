@@ -81,6 +81,15 @@ def audit(
     ] = None,
     local_batch: Annotated[int | None, _setting("local_batch", "FedAvg: examples per local step.", "all")] = None,
     local_lr: Annotated[float | None, _setting("local_lr", "FedAvg: learning rate of the local steps.")] = None,
+    local_momentum: Annotated[float | None, _setting("local_momentum", "FedAvg: momentum of the local steps.")] = None,
+    local_known: Annotated[
+        str | None,
+        _setting(
+            "local_known",
+            "FedAvg: what attackers know of the local steps. full: all but the order of examples; part: epochs and "
+            "learning rate; none: they take the update for one gradient.",
+        ),
+    ] = None,
     observed_rounds: Annotated[
         int | None, _setting("observed_rounds", "Rounds of each victim, on the same data, that the attacker sees.")
     ] = None,
@@ -106,8 +115,24 @@ def audit(
     weights: Annotated[
         str | None, _setting("weights", "Your own weights, a .safetensors file.", "the model's initial weights")
     ] = None,
+    stage: Annotated[
+        str | None,
+        _setting(
+            "stage",
+            "Attack after this share of an undefended training, e.g. 0.25; several with commas, 0,0.25,1, give an "
+            "audit each, in folders stage-0, stage-0.25, ... of --out.",
+        ),
+    ] = None,
+    shared: Annotated[
+        str | None,
+        _setting("shared", 'Only parameters of these names leave the client, e.g. "layer1*,*.bias".', "all"),
+    ] = None,
     norms: Annotated[
         str | None, _setting("norms", "Batch norm in train or inference mode.", "as the model comes")
+    ] = None,
+    dropout: Annotated[
+        str | None,
+        _setting("dropout", "train: clients draw dropout masks, which attackers search for; inference: it is off."),
     ] = None,
     mean: Annotated[
         str | None,

@@ -47,6 +47,25 @@ def train(
     ] = "local",
     seed: Annotated[int, typer.Option(help="Everything random derives from it.")] = 0,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda, cuda:1, mps.")] = "cpu",
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Your own weights, a .safetensors file.", show_default="the model's initial weights"),
+    ] = None,
+    norms: Annotated[
+        str | None, typer.Option(help="Batch norm in train or inference mode.", show_default="as the model comes")
+    ] = None,
+    dropout: Annotated[
+        str, typer.Option(help="train: clients draw dropout masks in every step; inference: it is off.")
+    ] = "train",
+    mean: Annotated[
+        str | None,
+        typer.Option(
+            help="The model's normalisation, one number per channel: 0.49,0.48,0.45.", show_default="no normalisation"
+        ),
+    ] = None,
+    std: Annotated[
+        str | None, typer.Option(help="The same, given together with --mean.", show_default="no normalisation")
+    ] = None,
     plugin: Plugins = None,
     output: Annotated[
         Path | None,

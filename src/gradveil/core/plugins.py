@@ -7,15 +7,20 @@ names each of its methods in its ``pyproject.toml``, so that gradveil finds it w
     mine = "my_package.my_module"
 """
 
+import ast
 import os
 import sys
 import traceback
 import warnings
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import PluginError
@@ -65,6 +70,86 @@ def run_code(content: bytes, path: Path, name: str) -> ModuleType:
     finally:
         del sys.modules[name]  # Ray then sends its classes whole to processes that could not import it
     return module
+
+
+class _FromSource(SourceFileLoader):
+    """Loads a module from its source only, never from a compiled copy that lies in ``__pycache__``."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return compile(self.get_data(path), path, "exec", dont_inherit=True)
+
+
+class _Neighbours(MetaPathFinder):
+    """Finds modules and packages in one folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        for place in [self.folder] if path is None else map(Path, path):
+            if place != self.folder and self.folder not in place.parents:
+                continue
+            stem = place / fullname.rpartition(".")[2]
+            for file, inside in ((stem / "__init__.py", [str(stem)]), (stem.with_suffix(".py"), None)):
+                if file.is_file():
+                    loader = _FromSource(fullname, str(file))
+                    return spec_from_file_location(fullname, file, loader=loader, submodule_search_locations=inside)
+        return None
+
+
+@contextmanager
+def neighbours(path: Path) -> Iterator[None]:
+    """Inside the context, code may import the modules next to the file `path`; afterwards they are forgotten."""
+    finder, before = _Neighbours(path.resolve().parent), set(sys.modules)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+        for name in set(sys.modules) - before:
+            # Another file may have neighbours of the same names.
+            if finder.folder in Path(getattr(sys.modules[name], "__file__", None) or "").parents:
+                del sys.modules[name]
+
+
+def imported_files(path: Path) -> list[Path]:
+    """The file `path` and the files next to it that it imports, also by way of each other; nothing is run.
+
+    A package counts with all of its files.
+    """
+    found, waiting = list[Path](), [path]
+    while waiting:
+        file = waiting.pop(0)
+        if file in found:
+            continue
+        found.append(file)
+        try:
+            nodes = list(ast.walk(ast.parse(file.read_bytes())))
+        except SyntaxError:
+            continue  # running it will say so
+        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        for name in names:
+            stem = path.parent / name.partition(".")[0]
+            waiting += [stem.with_suffix(".py")] if stem.with_suffix(".py").is_file() else []
+            waiting += sorted(stem.rglob("*.py")) if (stem / "__init__.py").is_file() else []
+    return found
+
+
+def place_of(error: BaseException) -> str:
+    """Where in the user's own code an error arose, as ``FILE, line N``; empty if it arose elsewhere."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    ours = str(Path(__file__).resolve().parents[1])
+    own = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((ours, "<", sys.prefix, sys.base_prefix))
+    ]
+    return f"{own[-1].filename}, line {own[-1].lineno}" if own else ""
 
 
 def load_installed(group: str, registered: Container[str], name: str | None = None) -> None:

@@ -113,6 +113,7 @@ def _stack(folder: Path, images: list[Array], channels: int) -> Array:
     if len(sizes) > 1:
         raise DataError(
             f"{folder}: all images must have one size, got {len(sizes)} sizes "
-            f"from {sizes[0][0]}x{sizes[0][1]} to {sizes[-1][0]}x{sizes[-1][1]}; resize them by passing size="
+            f"from {sizes[0][0]}x{sizes[0][1]} to {sizes[-1][0]}x{sizes[-1][1]}; resize them by passing size=, on the "
+            f"command line --dataset {folder}:size=32"
         )
     return np.stack([np.broadcast_to(image, (*image.shape[:2], channels)) for image in images])

@@ -58,10 +58,13 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
         return _load_named(name, size)
     path = Path(name)
     if not path.exists():
-        if isinstance(name, str) and not path.suffix and len(path.parts) == 1:
+        if isinstance(name, str) and not path.suffix and name == path.name:
             catalog.entry(name)  # a mistyped name gets suggestions
             raise UnknownNameError(f"unknown dataset {name!r}; it is the name of weights: use gradveil.data.find")
-        raise DataError(f"{path}: no such file or folder")
+        raise DataError(
+            f"{name}: expected an existing file or folder of data, got none of that name; check the path, or use a "
+            "name that `gradveil data list` prints"
+        )
     return _dataset(str(name), path.name, read(path, size), (), size)
 
 

@@ -38,7 +38,7 @@ def clipped_sum(task: Task, inputs: Tensor, labels: Tensor, clip: float, *, grid
     bytes_each = task.dtype.itemsize if grid is None else 8
     chunk_size = max(1, MEMORY_BUDGET // (task.size * bytes_each))
     for chunk in torch.split(torch.arange(len(inputs), device=inputs.device), chunk_size):
-        gradients = task.per_example_gradients(inputs[chunk], labels[chunk])
+        gradients = task.for_examples(chunk).per_example_gradients(inputs[chunk], labels[chunk])
         if grid is not None:
             gradients = {name: value.double() for name, value in gradients.items()}
         squares = torch.stack([value.flatten(1).square().sum(1) for value in gradients.values()]).sum(0)

@@ -91,18 +91,18 @@ class SensitivityDriven(StepDefense):
             return Prepared(self, task)
         if public is None:
             raise InputError(f"{self.name}: the global form needs prepare(task, public=(inputs, labels))")
-        source = source_of(generator)
+        source, measured = source_of(generator), task.without_dropout()
         sensitivity = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         weight = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for example, label in zip(*public, strict=True):
             batch = example[None], label[None]
-            gradients = task.gradients(*batch)
+            gradients = measured.gradients(*batch)
             clipped = self.clipped(gradients)
-            for name, value in task.sensitivity(*batch, self.directions, generator=source).items():
+            for name, value in measured.sensitivity(*batch, self.directions, generator=source).items():
                 sensitivity[name] += value * (clipped[name] == gradients[name]) / len(public[0])
                 weight[name] += clipped[name].square() / len(public[0])
-        measured = Measured(Tensors(sensitivity), Tensors(weight))
-        return Prepared(type(self)(**{**self.parameters, "measured": measured}), task)
+        found = Measured(Tensors(sensitivity), Tensors(weight))
+        return Prepared(type(self)(**{**self.parameters, "measured": found}), task)
 
     def make_update(self, client: ClientRound) -> Update:
         """Compute the client's update from defended steps, after checking that it can."""
@@ -188,7 +188,7 @@ class SensitivityNoise(SensitivityDriven):
         """The variance that the attacker assumes: exact in the global form, else the mean over random batches."""
         if self.measured is not None:
             return self.variance(*self.measured)
-        generator = derived_generator(0, "guessed variance", device=task.device)
+        task, generator = task.without_dropout(), derived_generator(0, "guessed variance", device=task.device)
         total = {name: torch.zeros_like(value) for name, value in task.parameters.items()}
         for _ in range(GUESSES):
             shape = (batch_size, *task.input_shape)

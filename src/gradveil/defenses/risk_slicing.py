@@ -257,7 +257,7 @@ def layer_risks(
         directions: number of random directions per example; None: exact.
         generator: source of the directions.
     """
-    source = source_of(generator)
+    source, task = source_of(generator), task.without_dropout()
     total = dict.fromkeys(task.parameters, 0.0)
     for example, label in zip(inputs, labels, strict=True):
         squared = task.sensitivity(example[None], label[None], directions, generator=source)

@@ -61,8 +61,9 @@ def choose_execution(task: Task, defense: Defense, training: Training) -> str:
 
 
 def _can_batch(task: Task, defense: Defense) -> bool:
-    # A subclass of Task may have a loss that is not a function of weights, inputs and targets alone.
-    return defense.gradient_only and type(task) is Task
+    # A subclass of Task may have a loss that is not a function of weights, inputs and targets alone, as active dropout
+    # makes it.
+    return defense.gradient_only and type(task) is Task and not task.has_dropout
 
 
 def _examples_per_step(training: Training) -> int:
@@ -126,7 +127,8 @@ class Clients:
         self.execution = choose_execution(task, defense, training) if execution == "auto" else execution
         if self.execution != "loop" and not _can_batch(task, defense):
             raise ParameterError(
-                f"train: clients under {defense.name} cannot be batched, because it needs more than gradients; "
+                f"train: clients under {defense.name} cannot be batched, because "
+                f"{'dropout is active' if task.has_dropout else 'it needs more than gradients'}; "
                 "use execution='loop' or 'auto'"
             )
         self._defense, self._training, self._lossless = defense, training, lossless

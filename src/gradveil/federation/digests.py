@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.digests import DIGITS, bytes_digest
+from gradveil.core.plugins import imported_files
 from gradveil.core.registry import parse_spec
 from gradveil.data import Dataset
 from gradveil.task import Task
@@ -44,12 +45,16 @@ def data_digest(dataset: Dataset) -> str:
 def model_file_digest(model: str) -> str | None:
     """Digest of the file of a model ``FILE.py@FUNCTION``, because weights do not show activations; None: no file.
 
+    The files next to it that it imports count too.
+
     >>> model_file_digest("lenet:init=uniform") is None
     True
     """
     file, at, _ = parse_spec(model)[0].rpartition("@")
     path = Path(file)
-    return bytes_digest(path.read_bytes()) if at and path.is_file() else None
+    if not at or not path.is_file():
+        return None
+    return bytes_digest(b"".join(imported.read_bytes() for imported in imported_files(path)))
 
 
 def json_digest(value: Any) -> str:

@@ -171,8 +171,8 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of the public examples, and of those that remain for the clients."""
     if len(train_split) <= PUBLIC_SAMPLES:
         raise ParameterError(
-            f"train: expected more than {PUBLIC_SAMPLES} training examples ({PUBLIC_SAMPLES} are the public set), "
-            f"got {len(train_split)}"
+            f"train: expected more than {PUBLIC_SAMPLES} training examples, because {PUBLIC_SAMPLES} are set aside as "
+            f"public ones that no client holds, got {len(train_split)}; add examples, or use another data set"
         )
     shuffled = torch.randperm(len(train_split), generator=derived_generator(seed, "public"))
     return shuffled[:PUBLIC_SAMPLES], shuffled[PUBLIC_SAMPLES:]
@@ -181,6 +181,11 @@ def split_public(train_split: Split, seed: int) -> tuple[Tensor, Tensor]:
 def deal(train_split: Split, training: Training) -> tuple[Tensor, list[Tensor]]:
     """Indices of the public examples, and of those that each client holds."""
     public, private = split_public(train_split, training.seed)
+    if training.clients > len(private):
+        raise ParameterError(
+            f"train: expected at least one training example for each of {training.clients} clients besides the "
+            f"{len(public)} public ones, got {len(private)}; lower --clients to at most {len(private)}, or add examples"
+        )
     shares = partition(
         train_split.targets[private],
         clients=training.clients,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core import checks
-from gradveil.core.errors import InputError, ParameterError
-from gradveil.core.plugins import run_code
+from gradveil.core.errors import GradveilError, InputError, ParameterError
+from gradveil.core.plugins import neighbours, place_of, run_code
 from gradveil.core.registry import Registry
 
 REGISTRY = Registry[nn.Module]("model")
@@ -147,8 +147,8 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
 
     Args:
         name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of your own: the file is run as Python code with
-            the caller's privileges, and the function, which must return the module, is called with `input_shape`,
-            `classes` and the parameters. Never name a file that you would not run.
+            the caller's privileges and may import the modules next to it; the function, which must return the module,
+            is called with `input_shape`, `classes` and the parameters. Never name a file that you would not run.
         input_shape: channels, height and width of one image.
         classes: the number of logits.
         seed: seed of the initial weights; the same seed gives the same weights.
@@ -196,11 +196,21 @@ def _create_from_file(reference: str, **arguments: object) -> nn.Module:
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but there is no file {path!r}")
     if Path(path).suffix != ".py":
         raise InputError(f"{reference}: expected FILE.py@FUNCTION, but {path!r} is not a Python file")
-    module = run_code(Path(path).read_bytes(), Path(path), "gradveil_user_model")
-    factory = getattr(module, function, None)
-    if not callable(factory):
-        raise InputError(f"{reference}: {path} has no function {function!r}")
-    model = factory(**arguments)
+    try:
+        with neighbours(Path(path)):
+            module = run_code(Path(path).read_bytes(), Path(path), "gradveil_user_model")
+            factory = getattr(module, function, None)
+            if not callable(factory):
+                raise InputError(f"{reference}: {path} has no function {function!r}")
+            model = factory(**arguments)
+    except GradveilError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"{reference}: expected a model, but {place_of(error) or path} raises {type(error).__name__}: {reason}; "
+            "correct that file"
+        ) from error
     if not isinstance(model, nn.Module):
         raise InputError(f"{reference}: {function} must return a torch module, got {type(model).__name__}")
     return model

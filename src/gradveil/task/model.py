@@ -14,11 +14,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import UninitializedParameter
 
-from gradveil.core.errors import InputError
+from gradveil.core.errors import GradveilError, InputError
+from gradveil.core.plugins import place_of
 
 Gradients = dict[str, Tensor]
 
 RELUS = (nn.ReLU, nn.LeakyReLU)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class ModelTrace:
 class FunctionalModel:
     """Several views of one live model, each a function of the tensors that are passed in place of the model's own.
 
-    In the view `stateless`, a batch norm in train mode uses the statistics of the batch and stores none; `tracking` is
-    the model unchanged, which writes them into the buffers it is given; `evaluating` is the model in evaluation mode.
+    In the view `stateless`, a batch norm in train mode uses the statistics of the batch and stores none; `tracking`
+    writes them into the buffers it is given; `evaluating` is the model in evaluation mode. In the first two, a dropout
+    in train mode multiplies by a mask that is passed like a buffer; without one it changes nothing.
 
     Example:
         >>> model = FunctionalModel(nn.BatchNorm1d(1))
@@ -71,12 +74,56 @@ class FunctionalModel:
                 _remove_running_statistics(self.stateless.get_submodule(name))
             elif name:
                 _replace(self.stateless, name, _FrozenBatchNorm(module))
+        self.dropout_rates = {name: module.p for name, module in model.named_modules() if _is_active_dropout(module)}
+        for name, rate in self.dropout_rates.items():
+            by_channel = not isinstance(model.get_submodule(name), nn.Dropout)
+            for view in (self.stateless, self.tracking):
+                original, masked = view.get_submodule(name), _MaskedDropout(rate, by_channel)
+                for other, module in list(view.named_modules(remove_duplicate=False)):
+                    if module is original:  # one dropout may stand in several places
+                        _replace(view, other, masked)
+        self.mask_shapes: dict[str, tuple[int, ...]] = {}  # for one example, by the name of the mask
+        self._name_tensors()
+
+    def _name_tensors(self) -> None:
         self.stateless_names = {name for name, _ in named_tensors(self.stateless)}
+
+    @torch.no_grad()
+    def find_masks(self, tensors: Mapping[str, Tensor], probe: Callable[[int], Tensor]) -> None:
+        """Run the model to find the shape of the mask in each call of an active dropout."""
+        if not self.dropout_rates:
+            return
+        seen: list[dict[str, list[tuple[int, ...]]]] = []
+        for examples in (2, 4):  # not 1, of which batch norm cannot take statistics
+            self(self.stateless, tensors, probe(examples))
+            seen.append({name: list(self._dropout(name).shapes) for name in self.dropout_rates})
+        for name in self.dropout_rates:
+            for call, (of_two, of_four) in enumerate(zip(seen[0][name], seen[1][name], strict=True)):
+                if of_four != (2 * of_two[0], *of_two[1:]) or of_two[0] % 2:
+                    raise InputError(
+                        f"Task: dropout {name!r} acts on a tensor of shape {list(of_two)} for 2 inputs and "
+                        f"{list(of_four)} for 4, expected the examples in the first dimension; reorder the dimensions, "
+                        "or put it in eval mode (--dropout inference)"
+                    )
+                self.mask_shapes[f"{name}.mask{call}"] = (of_two[0] // 2, *of_two[1:])
+        for view in (self.stateless, self.tracking):
+            for name in self.mask_shapes:
+                module, _, buffer = name.rpartition(".")
+                view.get_submodule(module).register_buffer(buffer, torch.empty(0))
+        self._name_tensors()
+
+    def _dropout(self, name: str, view: nn.Module | None = None) -> "_MaskedDropout":
+        module = (view or self.stateless).get_submodule(name)
+        assert isinstance(module, _MaskedDropout)
+        return module
 
     def __call__(self, view: nn.Module, tensors: Mapping[str, Tensor], inputs: Tensor) -> Tensor:
         """Run one of the views."""
         if view is self.stateless:  # this view has no running statistics
             tensors = {name: value for name, value in tensors.items() if name in self.stateless_names}
+        if view is not self.evaluating:
+            for name in self.dropout_rates:
+                self._dropout(name, view).shapes.clear()
         try:
             # The fused attention kernels have neither forward-mode nor second derivatives.
             with sdpa_kernel(SDPBackend.MATH):
@@ -104,13 +151,21 @@ class FunctionalModel:
         with recording(leaves, record, outputs=True):
             try:
                 outputs = self(self.stateless, {**parameters, **buffer_copies}, probe)
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            except GradveilError:
+                raise
+            except Exception as error:
+                where = f" ({place})" if (place := place_of(error)) else ""
                 raise InputError(
-                    f"Task: the model does not take inputs of shape {list(probe.shape)}: {error}; "
-                    "check input_shape, or use larger inputs"
+                    f"Task: the model does not take inputs of shape {list(probe.shape)}{where}: {error}; "
+                    "check input_shape and the model's code, or use larger inputs"
                 ) from error
         if not isinstance(outputs, Tensor):
             raise InputError(f"Task: the model must return one tensor, got {type(outputs).__name__}; wrap the model")
+        if outputs.is_floating_point() and not torch.isfinite(outputs).all():
+            raise InputError(
+                "Task: expected finite outputs for inputs in the range of the data, got NaN or Inf; check the model's "
+                "weights, its normalisation (mean, std) and operations such as log or division"
+            )
         for name, value in buffers.items():
             if name in self.stateless_names and not torch.equal(value, buffer_copies[name]):
                 raise InputError(
@@ -120,7 +175,8 @@ class FunctionalModel:
         if not torch.equal(outputs, self(self.stateless, {**parameters, **buffers}, probe)):
             raise InputError(
                 "Task: the model gives different outputs for the same inputs, so gradients would not be a function of "
-                "the data; put its random modules (such as dropout) in eval mode"
+                "the data and of dropout masks; write its dropout as nn.Dropout modules, or put its random modules in "
+                "eval mode (--dropout inference)"
             )
         first_names = {id(value): name for name, value in reversed(list(self.stateless.named_parameters()))}
         classifier = None
@@ -202,6 +258,31 @@ class _FrozenBatchNorm(nn.Module):
         return inputs * scale.view(shape) + shift.view(shape)
 
 
+class _MaskedDropout(nn.Module):
+    """Dropout that multiplies by given masks, one for each time it is called while the model runs once."""
+
+    def __init__(self, rate: float, by_channel: bool) -> None:
+        super().__init__()
+        self.rate, self.by_channel = rate, by_channel
+        self.shapes: list[tuple[int, ...]] = []  # of the masks in the calls so far
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        shape = tuple(inputs.shape)
+        if self.by_channel:
+            shape = (*shape[:2], *[1] * (len(shape) - 2))
+        mask = getattr(self, f"mask{len(self.shapes)}", None)
+        self.shapes.append(shape)
+        if mask is None or not mask.numel():
+            return inputs
+        if mask.shape[0] != shape[0]:
+            raise InputError(
+                f"Task: dropout masks were drawn for {mask.shape[0]} rows and used with {shape[0]}; draw masks for "
+                "this batch with Task.with_masks, or take its part with Task.for_examples"
+            )
+        masked: Tensor = inputs * mask
+        return masked
+
+
 class _SmoothReLU(nn.Module):
     """A (leaky) ReLU whose kink is smoothed."""
 
@@ -221,11 +302,15 @@ def _refuse_unusable(model: nn.Module) -> None:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise InputError("Task: the model has no parameters to train, so there is no gradient; check requires_grad")
     for name, module in model.named_modules():
-        if isinstance(module, _DropoutNd) and module.training and module.p > 0:
+        if isinstance(module, _DropoutNd) and module.training and module.p > 0 and not isinstance(module, DROPOUTS):
             raise InputError(
-                f"Task: dropout {name!r} (p={module.p}) is active, so gradients would not be a function of the data; "
-                "put it in eval mode or set p=0 before making the task"
+                f"Task: expected an active dropout to be nn.Dropout or nn.Dropout1d to 3d, got "
+                f"{type(module).__name__} {name!r}; use one of these, or put it in eval mode (--dropout inference)"
             )
+
+
+def _is_active_dropout(module: nn.Module) -> bool:
+    return isinstance(module, DROPOUTS) and module.training and module.p > 0
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

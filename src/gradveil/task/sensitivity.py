@@ -54,6 +54,7 @@ def squared_sensitivity(
     def responses(drawn: Tensor, part: slice) -> Gradients:
         # A copy, because the tangent of a view is as large as the tensor it views, such as the inputs of all clients.
         part_inputs, part_labels, part_directions = inputs[part].clone(), labels[part], drawn[:, part]
+        part_task = task.for_examples(part)
         if len(part_inputs) < len(inputs):  # a batch's gradient is the mean of its parts', weighted by their size
             part_directions = part_directions * (len(part_inputs) / len(inputs))
         # Labels that are not class numbers need a tangent, even if it is 0: torch's mse_loss fails without one.
@@ -61,7 +62,7 @@ def squared_sensitivity(
 
         def response(direction: Tensor) -> Gradients:
             tangent: Gradients = jvp(
-                lambda x, *y: task.gradient(parameters, x, *(y or (part_labels,))),
+                lambda x, *y: part_task.gradient(parameters, x, *(y or (part_labels,))),
                 (part_inputs, *constants),
                 (direction, *map(torch.zeros_like, constants)),
             )[1]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gradveil.core import checks
 from gradveil.core.errors import InputError, ParameterError
-from gradveil.core.randomness import Randomness, source_of
+from gradveil.core.randomness import Randomness, Source, source_of
 from gradveil.modality import IMAGE, Modality
 from gradveil.task.model import Classifier, FunctionalModel, Gradients, named_tensors, recording
 from gradveil.task.sensitivity import MEMORY_BUDGET, chunk_size, squared_sensitivity
@@ -40,8 +41,10 @@ class Task:
     Batch norm and dropout are in the mode that their modules have when the task is created. A batch-norm module in
     train mode uses the statistics of the batch and leaves its running statistics alone, so nothing passes from
     one client to the next (`updated_buffers` returns the new statistics instead of storing them); in eval mode it
-    uses the running statistics. Modules that are random (active dropout) or write other buffers while they compute
-    are refused: their gradients are not a function of the data.
+    uses the running statistics. A dropout module in train mode needs a mask for every example: a client draws fresh
+    ones in every step (`with_masks`), and without any the pure functions below compute in inference mode. Modules that
+    are random in another way or write other buffers while they compute are refused: their gradients are not a function
+    of the data.
 
     Args:
         model: any module that maps a batch ``[N, *input_shape]`` to one tensor of outputs, for cross-entropy logits
@@ -97,6 +100,7 @@ class Task:
         self._by_autograd = False
         self._parameters: Gradients | None = None  # None means those of the live model
         self._buffers: Gradients | None = None
+        self._masks: Gradients = {}  # of active dropout: what each value is multiplied by
         self._functional = FunctionalModel(model)
         trace = self._functional.trace(self.parameters, self.buffers, self.normalised(self._probe()))
         logits = 1 if self.loss_name == "logistic" else self.classes
@@ -110,6 +114,9 @@ class Task:
             )
         self.classifier: Classifier | None = trace.classifier
         self.activations: int = trace.activations
+        self._functional.find_masks(
+            {**self.parameters, **self.buffers}, lambda count: self.normalised(self._probe(count))
+        )
 
     # -- weights ------------------------------------------------------------------------------------------------
 
@@ -186,7 +193,88 @@ class Task:
                 module.eval()
         other = copy.copy(self)
         other._functional = FunctionalModel(model)
+        other._functional.find_masks(
+            {**self.parameters, **self.buffers}, lambda count: self.normalised(self._probe(count))
+        )
         return other.with_parameters(self.parameters, buffers)
+
+    # -- dropout ------------------------------------------------------------------------------------------------------
+
+    @property
+    def dropout_rates(self) -> dict[str, float]:
+        """The rates of the dropout modules that are active in training, by name."""
+        return dict(self._functional.dropout_rates)
+
+    @property
+    def has_dropout(self) -> bool:
+        """Whether a dropout is active in training, so that gradients depend on masks that a client draws."""
+        return bool(self._functional.dropout_rates)
+
+    def mask_shapes(self, examples: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the dropout masks of a batch, by name: one mask for each call of each active dropout."""
+        return {name: (examples * rows, *rest) for name, (rows, *rest) in self._functional.mask_shapes.items()}
+
+    def largest_masks(self) -> dict[str, float]:
+        """What each mask multiplies a value by that is not dropped, 1 / (1 - rate), by the name of the mask."""
+        rates = {name: self._functional.dropout_rates[name.rpartition(".")[0]] for name in self._functional.mask_shapes}
+        return {name: 0.0 if rate == 1 else 1 / (1 - rate) for name, rate in rates.items()}
+
+    def with_masks(self, examples: int, source: Source) -> Self:
+        """The same task with freshly drawn dropout masks for a batch of `examples`; itself if no dropout is active.
+
+        >>> model = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(4, 3))
+        >>> task = Task(model, input_shape=(1, 2, 2), classes=3)
+        >>> source = source_of(torch.Generator().manual_seed(0))
+        >>> batch = torch.rand(2, 1, 2, 2), torch.tensor([0, 1])
+        >>> one, other = (task.with_masks(2, source).gradients(*batch) for _ in range(2))
+        >>> torch.equal(one["2.weight"], other["2.weight"])
+        False
+        """
+        if not self.has_dropout:
+            return self
+        masks, kept = {}, self.largest_masks()
+        for name, shape in self.mask_shapes(examples).items():
+            rate = self._functional.dropout_rates[name.rpartition(".")[0]]
+            drawn = source.uniform(torch.empty(shape, dtype=self.dtype, device=self.device))
+            masks[name] = (drawn >= rate).to(self.dtype) * kept[name]
+        return self.with_given_masks(masks)
+
+    def with_given_masks(self, masks: Mapping[str, Tensor]) -> Self:
+        """The same task with these dropout masks, of the shapes that `mask_shapes` says."""
+        other = copy.copy(self)
+        other._masks = dict(masks)
+        return other
+
+    def for_examples(self, chosen: slice | Tensor) -> Self:
+        """The task for a part of the batch that its dropout masks were drawn for; itself if it has none."""
+        if not self._masks:
+            return self
+        return self.with_given_masks(
+            {name: mask[chosen].flatten(0, 1) for name, mask in self._masks_by_example().items()}
+        )
+
+    def without_dropout(self) -> "Task":
+        """The same task with dropout in inference mode."""
+        if not self.has_dropout:
+            return self
+        model = self.copy_model()
+        for name in self._functional.dropout_rates:
+            model.get_submodule(name).eval()
+        other = copy.copy(self)
+        other._functional, other._masks = FunctionalModel(model), {}
+        return other.with_parameters(self.parameters, self.buffers)
+
+    def _masks_by_example(self) -> Gradients:
+        """The masks ``[examples, rows of one example, ...]``."""
+        rows = {name: shape[0] for name, shape in self._functional.mask_shapes.items()}
+        return {name: mask.view(-1, rows[name], *mask.shape[1:]) for name, mask in self._masks.items()}
+
+    def _check_masks(self) -> None:
+        if self.has_dropout and not self._masks:
+            raise InputError(
+                f"Task: dropout {next(iter(self.dropout_rates))!r} is active, so this depends on masks; draw them with "
+                "task.with_masks(len(inputs), source), or use task.without_dropout()"
+            )
 
     def normalised(self, inputs: Tensor) -> Tensor:
         """The values that the model is fed for these inputs."""
@@ -220,6 +308,7 @@ class Task:
             return {name: v.to(device, dtype if v.is_floating_point() else None) for name, v in values.items()}
 
         other = self.with_parameters(moved(self.parameters), moved(self.buffers))
+        other._masks = moved(self._masks)
         if self._normalisation is not None:
             mean, std = self._normalisation
             other._normalisation = mean.to(device), std.to(device)
@@ -320,6 +409,7 @@ class Task:
     def gradients(self, inputs: Tensor, labels: Tensor) -> Gradients:
         """Gradient of the mean loss over the batch, by parameter name."""
         self.check(inputs, labels)
+        self._check_masks()
         return self.gradient(self.parameters, inputs, labels)
 
     def per_example_gradients(self, inputs: Tensor, labels: Tensor, *, chunk: int | None = None) -> Gradients:
@@ -337,12 +427,16 @@ class Task:
                 f"{self._functional.batch_norms[0]!r} is in train mode); put the batch-norm modules in eval mode "
                 "before making the task, or use group norm"
             )
+        self._check_masks()
         parameters = self.parameters
 
-        def example_gradient(example: Tensor, label: Tensor) -> Gradients:
-            return self.gradient(parameters, example[None], label[None])
+        def example_gradient(example: Tensor, label: Tensor, masks: Gradients) -> Gradients:
+            return self.with_given_masks(masks).gradient(parameters, example[None], label[None])
 
-        result: Gradients = vmap(example_gradient, chunk_size=chunk or chunk_size(self, 1))(inputs, labels)
+        # vmap takes no empty argument.
+        batch = (inputs, labels, self._masks_by_example()) if self._masks else (inputs, labels)
+        function = example_gradient if self._masks else partial(example_gradient, masks={})
+        result: Gradients = vmap(function, chunk_size=chunk or chunk_size(self, 1))(*batch)
         return result
 
     def sensitivity(
@@ -386,6 +480,7 @@ class Task:
         self.check(inputs, labels)
         if directions is not None:
             checks.integer("Task.sensitivity", "directions", directions, low=1)
+        self._check_masks()
         return squared_sensitivity(self, inputs, labels, directions, source_of(generator), memory_budget)
 
     @torch.no_grad()
@@ -476,10 +571,11 @@ class Task:
     # -- internals --------------------------------------------------------------------------------------------------
 
     def _call(self, view: nn.Module, parameters: Mapping[str, Tensor], buffers: Gradients, inputs: Tensor) -> Tensor:
-        return self._functional(view, {**parameters, **buffers}, self.normalised(inputs))
+        masks = {} if view is self._functional.evaluating else self._masks
+        return self._functional(view, {**parameters, **buffers, **masks}, self.normalised(inputs))
 
-    def _probe(self) -> Tensor:
-        return self.modality.probe(2, self.input_shape, dtype=self.dtype, device=self.device)
+    def _probe(self, examples: int = 2) -> Tensor:
+        return self.modality.probe(examples, self.input_shape, dtype=self.dtype, device=self.device)
 
     def _check_inputs(self, inputs: Tensor) -> None:
         if not isinstance(inputs, Tensor):

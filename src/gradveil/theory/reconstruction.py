@@ -85,9 +85,10 @@ def reconstruction_bound(
     not react to the input and counts as s = 0; clipping by the norm (``dp-sgd``) is left out, which can only make the
     bound lower than it need be.
 
-    There is no bound (None) if the noise is not normal, if its level depends on the data (then the level reveals
-    something too), or for pruning, slicing and everything else that does not put noise on every value. (Pruning with
-    noise on what is kept has one if public data decides what is kept: the rest has infinite variance.)
+    There is no bound (None) if dropout is active, if the noise is not normal, if its level depends on the data (then
+    the level reveals something too), or for pruning, slicing and everything else that does not put noise on every
+    value. (Pruning with noise on what is kept has one if public data decides what is kept: the rest has infinite
+    variance.)
 
     Args:
         task: the model at the weights the victims see.
@@ -120,7 +121,7 @@ def reconstruction_bound(
     defense = noise if isinstance(noise, Defense) else None
     if isinstance(noise, Defense):
         noise = noise.noise_variance(batch_size=len(batches[0][0]))
-    if noise is None:
+    if noise is None or task.has_dropout:  # what a victim's masks hide is not known
         return None
     variance = {
         name: noise[name].double() if isinstance(noise, Mapping) else torch.full_like(value, noise, dtype=torch.float64)
@@ -200,7 +201,7 @@ def usefulness(
     batches = _batches(data)
     means, variances = [], []
     for inputs, labels in batches:
-        gradients = task.gradients(inputs, labels)
+        gradients = task.without_dropout().gradients(inputs, labels)
         products = []
         for _ in range(draws):
             shared = defense.share(task, inputs, labels, generator=generator, memory={})

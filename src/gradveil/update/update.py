@@ -146,10 +146,12 @@ def compute_update(
         inputs: the client's batch.
         labels: its labels.
         local: local steps (FedAvg); None means a single gradient over the batch (FedSGD).
-        generator: shuffles the examples before every epoch; default: a cryptographic stream.
+        generator: shuffles the examples before every epoch and draws the dropout masks of every step; default: a
+            cryptographic stream.
         gradients: computes the gradient of one step; defenses that act in every step pass their own.
     """
     if local is None:
+        task = task.with_masks(len(inputs), source_of(generator))
         meta = Meta(samples=len(inputs), buffers=task.updated_buffers(inputs))
         return Update(gradients(task, inputs, labels), meta)
     task.check(inputs, labels)
@@ -162,7 +164,7 @@ def compute_update(
     for _ in range(local.epochs):
         order = source.permutation(len(inputs), inputs.device)
         for batch in torch.split(order, local.batch_size or len(inputs)):
-            step_task = task.with_parameters(current, buffers)
+            step_task = task.with_parameters(current, buffers).with_masks(len(batch), source)
             step = gradients(step_task, inputs[batch], labels[batch])
             buffers = step_task.updated_buffers(inputs[batch])
             velocity = with_momentum(velocity, step, local.momentum)

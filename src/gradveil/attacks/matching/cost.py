@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks.matching.distances import Distance, squared_length
+from gradveil.attacks.matching.masks import MaskSearch, StepMasks
 from gradveil.attacks.matching.priors import ROUNDING, Prior
 from gradveil.attacks.matching.space import Space
 from gradveil.attacks.problem import Problem
@@ -51,10 +52,32 @@ def matched_layers(owner: str, layers: Iterable[str], mute: str) -> list[str]:
     return remaining
 
 
-def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, local: LocalSteps | None) -> Gradients:
-    """The update that a client with these inputs, in this order, would send; a pure function."""
+def simulate(
+    task: Task,
+    parameters: Gradients,
+    inputs: Tensor,
+    labels: Tensor,
+    local: LocalSteps | None,
+    masks: StepMasks = (),
+) -> Gradients:
+    """The update that a client with these inputs, in this order, would send; a pure function.
+
+    Args:
+        task: the model and its loss.
+        parameters: the weights that the client was sent.
+        inputs: the client's inputs.
+        labels: their labels.
+        local: its local steps.
+        masks: the dropout masks of every step; none: dropout is in inference mode.
+    """
+    step_masks = iter(masks)
+
+    def gradient(weights: Gradients, step_inputs: Tensor, step_labels: Tensor) -> Gradients:
+        step_task = task.with_given_masks(next(step_masks)) if masks else task
+        return step_task.gradient(weights, step_inputs, step_labels)
+
     if local is None:
-        return task.gradient(parameters, inputs, labels)
+        return gradient(parameters, inputs, labels)
     total: Gradients = {}
     velocity: Gradients = {}
     current = parameters
@@ -62,7 +85,7 @@ def simulate(task: Task, parameters: Gradients, inputs: Tensor, labels: Tensor, 
     for _ in range(local.epochs):
         for first in range(0, len(inputs), size):
             batch = slice(first, first + size)
-            step = task.gradient(current, inputs[batch], labels[batch])
+            step = gradient(current, inputs[batch], labels[batch])
             velocity = with_momentum(velocity, step, local.momentum)
             total = {name: total[name] + velocity[name] if total else velocity[name] for name in velocity}
             current = {name: value - local.lr * velocity[name] for name, value in current.items()}
@@ -91,7 +114,9 @@ class Matching:
     prior: Prior | None = None
     least_prior: float = 0.0
 
-    def cost(self, problem: Problem, tasks: Sequence[Task], space: Space | None = None) -> Cost:
+    def cost(
+        self, problem: Problem, tasks: Sequence[Task], space: Space | None = None, search: MaskSearch | None = None
+    ) -> Cost:
         r"""The cost of one victim's candidate.
 
         A plain attacker takes the distance between simulated and shared updates, averaged over the rounds, plus the
@@ -115,13 +140,18 @@ class Matching:
             problem: what is known, and the local steps.
             tasks: one per round, in the precision of the search.
             space: what the candidates stand for; None: they are the inputs.
+            search: what the candidates are extended by if dropout is active; None: it is in inference mode.
         """
         distance, prior, local = self.distance, self.prior, problem.threat.local
         parameters, modality = [task.parameters for task in tasks], problem.task.modality
         surprise = space.surprise if space else None
 
-        def unpack(candidate: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-            return space.unpack(candidate, labels) if space else (candidate, labels)
+        no_masks: list[StepMasks] = [() for _ in tasks]
+
+        def unpack(extended: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, list[StepMasks]]:
+            candidate, masks = search.split(extended) if search else (extended, no_masks)
+            inputs, labels = space.unpack(candidate, labels) if space else (candidate, labels)
+            return candidate, inputs, labels, masks
 
         def with_priors(loss: Tensor, candidate: Tensor, inputs: Tensor) -> Tensor:
             if prior is not None:
@@ -131,11 +161,11 @@ class Matching:
         def matched(gradients: Gradients) -> Gradients:
             return {name: gradients[name] for name in self.layers}
 
-        def plain(candidate: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
-            inputs, labels = unpack(candidate, labels)
+        def plain(extended: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+            candidate, inputs, labels, masks = unpack(extended, labels)
             parts = [
-                distance.between(simulate(task, weights, inputs, labels, local), matched(update))
-                for task, weights, update in zip(tasks, parameters, updates, strict=True)
+                distance.between(simulate(task, weights, inputs, labels, local, steps), matched(update))
+                for task, weights, update, steps in zip(tasks, parameters, updates, masks, strict=True)
             ]
             loss = parts[0] if len(parts) == 1 else torch.stack(parts).mean()
             return with_priors(loss, candidate, inputs)
@@ -144,12 +174,12 @@ class Matching:
             return plain
         knowledge = problem.knowledge  # a name that the type checker knows is not None in the functions below
 
-        def adaptive(candidate: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
-            inputs, labels = unpack(candidate, labels)
+        def adaptive(extended: Tensor, updates: Sequence[Gradients], labels: Tensor) -> Tensor:
+            candidate, inputs, labels, masks = unpack(extended, labels)
             expected = []
-            for task, weights, update in zip(tasks, parameters, updates, strict=True):
+            for task, weights, update, steps in zip(tasks, parameters, updates, masks, strict=True):
                 client_task = knowledge.task(task, update) if knowledge.task else task
-                expected.append(simulate(client_task, weights, inputs, labels, local))
+                expected.append(simulate(client_task, weights, inputs, labels, local, steps))
             if knowledge.expect:
                 expected = knowledge.expect(expected, updates)
             modality_prior = None if surprise else modality.prior(inputs, rounding=ROUNDING)

@@ -36,7 +36,7 @@ def known_zeros(task: Task, inputs: Tensor, *, batch_size: int = 256) -> Groups:
         tensor([ 0, -1, -1, -1])
     """
     zero = {name: torch.ones_like(value, dtype=torch.bool) for name, value in task.parameters.items()}
-    classes = task.single_classes("known_zeros")
+    classes, task = task.single_classes("known_zeros"), task.without_dropout()  # a mask only adds zeros
     for number, batch in enumerate(torch.split(inputs, batch_size)):
         # Labels change from image to image and batch to batch, so that no gradient is 0 because a label is missing.
         labels = (torch.arange(len(batch), device=batch.device) + number) % classes
