@@ -63,8 +63,9 @@ def meters(monkeypatch):
         def project(self, inputs):
             return inputs.clamp(-4, 4)
 
-        def leaked(self, scores, blind):
-            return scores["distance"] <= 0.1 and (blind is None or scores["distance"] <= blind / 2)
+        def leak_rule(self, scores, blind):
+            distance = scores["distance"]
+            return "distance" if distance <= 0.1 and (blind is None or distance <= blind["distance"] / 2) else None
 
         def render(self, examples):
             content = io.BytesIO()
@@ -101,6 +102,10 @@ def folder(meters, tmp_path):
             "adapted": [],
             "generic": [],
             "learned": [],
+            "simulating": [],
+            "largest_class": None,
+            "accuracy": None,
+            "modes": {},
             "public_examples": 0,
             "public_overlap": 0,
             "caveats": {},
@@ -145,6 +150,7 @@ def folder(meters, tmp_path):
             scores={"distance": distance + victim / 1000},
             label_correct=None,
             leaked=defense is not None and distance < 0.1,
+            leak_rule="distance" if defense is not None and distance < 0.1 else None,
             power=None,
             bound_mse=None,
             trained_on=None,

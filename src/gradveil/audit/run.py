@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 import gradveil
 from gradveil import data, metrics
@@ -35,7 +37,7 @@ from gradveil.defenses import Defense
 from gradveil.defenses import create as create_defense
 from gradveil.federation import Training, train
 from gradveil.federation.digests import data_digest, model_file_digest, weights_digest
-from gradveil.federation.job import as_batch, performance_maintenance, split_public
+from gradveil.federation.job import as_batch, evaluate, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
 from gradveil.metrics import METRICS, identification
 from gradveil.task import Task
@@ -44,6 +46,9 @@ IDENTIFIER = create_attack("identification")
 """The attacker who looks for a client's example among candidates."""
 PUBLIC_ROWS = 800
 """Public examples that stand for the rest of a batch in its regression; more cost time and change little."""
+
+JUDGED = 2000
+"""Test examples, at most, that the accuracy of the attacked model is measured on."""
 
 ReportStep = Callable[..., None]  # (steps done, steps in all)
 WorkItem = tuple[str, Callable[[ReportStep], None]]  # a piece of work: its description, and the function that does it
@@ -115,7 +120,7 @@ def _run(config: AuditConfig, folder: Path, resume: bool, progress: Callable[[St
         write_json(folder / CONFIG, now)
     else:
         # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
-        decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
+        decisive = {name: value for name, value in now.items() if name not in ("platform", "accuracy", DIGEST)}
         _refuse_changes(folder, before, decisive, _RESTORE)
     files = _Files(folder, before or now)
     work_items = list(_Work(subject, files).work_items())
@@ -191,7 +196,7 @@ class Subject:
         public: training examples, those of `root` first, which attackers who learn may learn from.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
-        blind_scores: its scores by the primary metric, ``[victims, examples]``.
+        blind_scores: its scores by each metric that can be computed here, ``[victims, examples]``.
     """
 
     config: AuditConfig
@@ -202,7 +207,7 @@ class Subject:
     public: Batch
     computed: Mapping[str, bool]
     blind: Tensor
-    blind_scores: Tensor
+    blind_scores: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, config: AuditConfig) -> "Subject":
@@ -242,8 +247,7 @@ class Subject:
         guess = modality.blind(
             train_split.inputs, train_split.targets, victims.targets.flatten(0, 1), len(dataset.classes)
         )
-        blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
-        assert blind_scores is not None  # the primary metric can always be computed
+        blind_scores = metrics.Scorer(modality).blind_scores(victims.inputs.flatten(0, 1), guess)
         root, others = split_public(train_split, config.seed)
         public = torch.cat([root, others])[: config.public]
         return cls(
@@ -255,7 +259,7 @@ class Subject:
             as_batch(task, train_split.batch(public)),
             computed,
             guess.view_as(victims.inputs),
-            blind_scores.view(victims.inputs.shape[:2]),
+            {name: scores.view(victims.inputs.shape[:2]) for name, scores in blind_scores.items()},
         )
 
     @cached_property
@@ -324,6 +328,7 @@ class Subject:
                 if True in self.attackers(create_defense(spec), attack)
             ],
             "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
+            "simulating": [spec for spec in config.attacks if create_attack(spec).simulates],
             "public_examples": len(self.public[0]),
             "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.public[0].cpu()),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
@@ -334,7 +339,10 @@ class Subject:
             "metrics": dict(self.computed),
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
+            "largest_class": _largest_class(self.dataset),
             "parameters": self.task.size,
+            "accuracy": _accuracy(self.task, self.dataset.test),
+            "modes": _modes(self.task),
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(config.model),
             "plugin_files": plugins.loaded_files(),
@@ -350,6 +358,29 @@ def _overlap(victims: Tensor, public: Tensor) -> int:
     """How many of the victims' examples are among the public ones, to the bit."""
     known = {example.numpy().tobytes() for example in public.float()}
     return sum(example.numpy().tobytes() in known for example in victims.float())
+
+
+def _largest_class(dataset: data.Dataset) -> float | None:
+    """The share of the training examples that have the most frequent label, which a guess at labels gets right."""
+    labels = dataset.train.targets
+    return float(labels.flatten().bincount().max()) / labels.numel() if dataset.classes else None
+
+
+def _accuracy(task: Task, test: data.Split) -> float | None:
+    """The attacked model's accuracy on test examples; None for a task without classes."""
+    few = data.Split(test.inputs[:JUDGED], test.targets[:JUDGED], test.modality)
+    return finite(evaluate(task, few)[0])
+
+
+def _modes(task: Task) -> dict[str, str]:
+    """The mode of the model's batch norms and of its dropout, if it has any: train, inference or some of both."""
+    modules = list(task.copy_model().modules())
+    kinds = {"batch norm": _BatchNorm, "dropout": _DropoutNd}
+    training = {
+        name: {module.training for module in modules if isinstance(module, kind)} for name, kind in kinds.items()
+    }
+    words = {True: "train", False: "inference"}
+    return {name: words[found.pop()] if len(found) == 1 else "mixed" for name, found in training.items() if found}
 
 
 def _training(config: AuditConfig) -> Training:
@@ -459,7 +490,8 @@ class _Work:
             if (None, BLIND_GUESS, False, victim) in done:
                 continue
             inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
-            scored = self.scorer.score(inputs, guess, targets, targets, subject.blind_scores[victim])
+            blind = {name: scores[victim] for name, scores in subject.blind_scores.items()}
+            scored = self.scorer.score(inputs, guess, targets, targets, blind)
             original = self.files.save_picture("original", victim, subject.task.modality.render(inputs))[1]
             score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
             rows.append(self._row(None, None, False, victim, score, original_digest=original))
@@ -478,7 +510,8 @@ class _Work:
         found = cases.attack_on(seen, progress=report_step)
         if found.interrupted:
             raise KeyboardInterrupt
-        scores = cases.score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
+        blind = {name: part[chunk.start : chunk.stop] for name, part in self.subject.blind_scores.items()}
+        scores = cases.score(seen, found, self.scorer, blind)
         self.files.results.append(
             self._row(
                 prepared.defense, attack, adaptive, victim, scores[place], power=seen.power[place], bound_mse=bound_mse
@@ -575,6 +608,7 @@ class _Work:
             scores={metric.name: score.metrics[metric.name] for metric in known},
             label_correct=score.metrics["label_correct"],
             leaked=bool(score.metrics["leaked"]),
+            leak_rule=score.metrics["leak_rule"],
             power=power,
             bound_mse=bound_mse,
             trained_on=score.trained_on

@@ -1,7 +1,6 @@
 """``gradveil audit``: what it does."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,8 @@ from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
-from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, print_result, progress_bar, say, stdout
+from gradveil.cli import _report
+from gradveil.cli._console import INTERRUPTED, NOTHING_TO_RESUME, progress_bar, say
 from gradveil.cli._shared import how_to_resume, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
 from gradveil.core.errors import ParameterError
@@ -29,6 +29,9 @@ def run(options: Mapping[str, Any]) -> None:
     plugins.load_files(options["plugin"] or ())
     output: Path | None = options["output"]
     resume: bool = options["resume"]
+    fail_if: list[str] = options["fail_if"] or []
+    for condition in fail_if:
+        checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
@@ -61,16 +64,7 @@ def run(options: Mapping[str, Any]) -> None:
     except KeyboardInterrupt:
         say(f"stopped; finished rows are kept. Resume with: {how_to_resume('audit', folder, config.model)}")
         raise typer.Exit(INTERRUPTED) from None
-    finished = report.read(folder)
-    page = report.write(finished)
-    verdict = report.verdict(finished)
-    for sentence in verdict:
-        say(sentence)
-    if options["as_json"]:
-        flags = [found.flag.name for found in report.raised_flags(finished)]
-        stdout.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
-    else:
-        print_result(f"report: {page}")
+    _report.show(folder, fail_if, as_json=options["as_json"])
 
 
 def _with_presets(

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradveil.cli._console import Json, Plugins
+from gradveil.cli._console import FailIf, Json, Plugins
 from gradveil.cli._index import read_index
 
 _DEFAULTS = read_index()["audit"]
@@ -128,6 +128,7 @@ def audit(
         bool,
         typer.Option("--resume", help="Continue the audit in --out: only what is missing runs.", show_default="off"),
     ] = False,
+    fail_if: FailIf = None,
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""
