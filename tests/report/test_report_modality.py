@@ -21,6 +21,7 @@ from gradveil.core.errors import DataError
 from gradveil.core.folders import write_json
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
+from gradveil.report._evidence import evidence
 from gradveil.report._scores import strongest
 from gradveil.report._tables import ranking
 from gradveil.report.judgement import Outcome, outcome
@@ -193,7 +194,9 @@ def test_less_is_closer_where_the_metric_says_so(folder):
     audit = report.read(folder)
     assert strongest(audit, "none")[0] == MethodId("idlg")
     assert strongest(audit, "top-k")[0] == MethodId("idlg")
-    assert outcome(audit, "top-k") is Outcome.STOPS
+    assert outcome(audit, "top-k") is Outcome.NOT_SHOWN  # nobody adapted to it
+    shown = [each.shown for each in evidence(audit, "top-k")]
+    assert shown == [True, True]
     first = report.verdict(audit)[0]
     assert first.startswith("Without a defense, idlg recovers 8 of 8 readings (median 0.02 kW)")
     assert not [flag.flag.name for flag in report.raised_flags(audit) if flag.flag.name == "stronger-does-worse"]

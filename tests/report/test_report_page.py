@@ -64,12 +64,16 @@ def page_of(draft):
     return Page(report.write(draft.write()).read_text())
 
 
-def test_write_leaves_the_page_and_the_sheet_and_nothing_else(make_audit):
+def test_write_leaves_the_page_the_sheet_and_the_tables_and_nothing_else(make_audit):
     folder = make_audit().write()
     before = set(os.listdir(folder))
     path = report.write(folder)
     assert path == folder / "report.html"
-    assert set(os.listdir(folder)) - before == {"report.html", "overview.png"}
+    assert set(os.listdir(folder)) - before == {
+        "report.html",
+        "overview.png",
+        *(f"{name}.{ending}" for name in ("attacks", "evidence", "cost") for ending in ("csv", "tex")),
+    }
     first = path.read_bytes()
     assert report.write(folder).read_bytes() == first
 
@@ -187,7 +191,7 @@ def test_headings_are_buttons_and_values_are_sortable(make_audit):
     text = report.write(draft.write()).read_text()
     page = Page(text)
     headings = page.all("th", **{"aria-sort": "none"})
-    assert len(headings) == len(page.all("button", type="button")) == 9 + 8 + 6  # attacks, cost, ranking
+    assert len(headings) == len(page.all("button", type="button")) == 9 + 8 + 8 + 6  # attacks, evidence, cost, ranking
     values = [attributes["data-value"] for tag, attributes in page.tags if tag == "td" and "data-value" in attributes]
     assert "" in values
     assert any(re.fullmatch(r"\d+\.\d{6,}", value) for value in values), "sorting needs unrounded values"

@@ -15,12 +15,12 @@ LEAST_LEAKS = math.ceil(-math.log2(ALPHA))
 """Victims that must leak without a defense and not with it: five in a row by chance have a probability of 2^-5."""
 
 RULE = (
-    "A defense stops an attack if nothing leaks under it, to any attacker, and if all of this holds: without a defense, "
-    "the attack recovers at least half of the same victims; that it recovers fewer of them under the defense is no "
-    f"chance (McNemar's exact test, one-sided, p ≤ {ALPHA:g}), nor that it comes less close to them (sign test on the "
-    f"paired differences, p ≤ {ALPHA:g}); and it was tried in a form made for this defense. The generic adaptive "
-    "attacker, which averages over simulated draws of any defense, is no such form. An attacker who learned from "
-    "draws of this very defense is one. Otherwise protection is not shown."
+    "A defense stops an attack if nothing leaks under it, to any attacker, and if all of this holds. Without a "
+    "defense, the attack recovers at least half of the same victims. Under the defense it recovers significantly fewer "
+    f"of them (McNemar's exact test, one-sided, p ≤ {ALPHA:g}) and comes significantly less close to them (sign test "
+    f"on the paired differences, p ≤ {ALPHA:g}). And some such attack was tried in a form made for this defense: the "
+    "generic adaptive attacker, which averages over simulated draws of any defense, is not; one who learned from draws "
+    "of this very defense is. Otherwise protection is not shown."
 )
 
 

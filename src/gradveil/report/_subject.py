@@ -40,9 +40,10 @@ def _behind(audit: Audit) -> str:
     if config["local_epochs"] is None:
         return f"{groups}; each client shares a single gradient"
     batch = "all examples" if config["local_batch"] is None else plural(config["local_batch"], "example")
+    passes = plural(config["local_epochs"], "local pass")
     return (
-        f"{groups}; each client shares its change after {plural(config['local_epochs'], 'local pass')} in steps on {batch} "
-        f"with learning rate {config['local_lr']:g}"
+        f"{groups}; each client shares its change after {passes} in steps on {batch} with learning rate "
+        f"{config['local_lr']:g}"
     )
 
 

@@ -25,15 +25,13 @@ TABLES: Mapping[str, Callable[[Audit], Table]] = {
 
 
 def write_tables(audit: Audit) -> list[Path]:
-    """Write every table that has rows as ``tables/NAME.csv`` and ``tables/NAME.tex`` into the audit's folder."""
-    folder = audit.folder / "tables"
-    folder.mkdir(exist_ok=True)
+    """Write every table that has rows as ``NAME.csv`` and ``NAME.tex`` into the audit's folder."""
     written = []
     for name, build in TABLES.items():
         table = build(audit)
         if table.rows:
             for ending, text in (("csv", table.csv()), ("tex", table.latex())):
-                written.append(replace_file(folder / f"{name}.{ending}", [text.encode()]))
+                written.append(replace_file(audit.folder / f"{name}.{ending}", [text.encode()]))
     return written
 
 

@@ -10,8 +10,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradveil.core.folders import replace_file
-from gradveil.report._gallery import figures, victim_names
 from gradveil.report._evidence import RULE
+from gradveil.report._gallery import figures, victim_names
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Line, Point, Scale, layout, pareto
 from gradveil.report._scores import as_closeness, score, strongest
@@ -35,7 +35,7 @@ from gradveil.report.read import UNDEFENDED, Audit, read
 
 
 def write(source: Path | Audit) -> Path:
-    """Write `report.html`, `overview.png` and `tables/` into an audit folder, finished or not.
+    """Write `report.html`, `overview.png` and the tables, as CSV and LaTeX, into an audit folder, finished or not.
 
     Reads `config.json`, `results.jsonl`, `utility.jsonl` and `images/`. What is missing is named on the page.
 
