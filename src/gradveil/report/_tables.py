@@ -40,12 +40,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and a sentence on what it means; an `optional` column is left out if no row has a value."""
+    """A heading and a sentence on what it means; an `optional` column is left out if no row has a value.
+
+    On the page a `folded` column has no column of its own: its value is in small type below the second one.
+    """
 
     title: str
     hint: str
     numeric: bool = True
     optional: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,14 @@ class Table:
 
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
+
+    def shown(self, row: Sequence[Cell]) -> list[tuple[Column, Cell]]:
+        """The cells of a row that have a column on the page."""
+        return [pair for pair in zip(self.columns, row, strict=True) if not pair[0].folded]
+
+    def folded(self, row: Sequence[Cell]) -> list[tuple[Column, Cell]]:
+        """The cells of a row that have none, without those that hold nothing."""
+        return [pair for pair in zip(self.columns, row, strict=True) if pair[0].folded and pair[1].value is not None]
 
     def texts(self) -> list[list[str]]:
         """The rows as plain text for a terminal."""
@@ -127,7 +139,9 @@ def attack_table(audit: Audit) -> Table:
     columns = [
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
         Column("Attack", f"The attack that tried to rebuild the {unit} from the update.", numeric=False),
-        Column("Leaked", "Victims recovered, out of all victims attacked."),
+        Column(
+            "Leaked", "Victims recovered, out of all victims attacked, and the rules by which they count as leaked."
+        ),
         Column(
             primary.heading,
             f"Median over the victims with its 95 % interval. {primary.better.capitalize()} is closer to the original.",
@@ -144,16 +158,20 @@ def attack_table(audit: Audit) -> Table:
             optional=True,
         ),
         # If a command would make the metric available, its column is shown even if it is empty.
-        *(Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None) for m in others),
-        Column("MSE", "Mean squared error, averaged over the victims.", optional=True),
+        *(
+            Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None, folded=True)
+            for m in others
+        ),
+        Column("MSE", "Mean squared error, averaged over the victims.", optional=True, folded=True),
         Column(
             "Bound",
             f"The lowest mean squared error that any attacker can reach on {unit}s smoothed by N(0, 0.1²), if a bound "
             f"is known. The attacked {unit}s are not smoothed.",
             optional=True,
+            folded=True,
         ),
-        Column("Label", "Share of the labels that the attacker had right, known or inferred."),
-        Column("Time", "Median time of the attack per victim."),
+        Column("Label", "Share of the labels that the attacker had right, known or inferred.", folded=True),
+        Column("Time", "Median time of the attack per victim.", folded=True),
     ]
 
     def cells(defense: str | None, attack: MethodId, result: Score) -> Iterator[Cell]:

@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from gradveil.core.folders import replace_file
 from gradveil.report._evidence import RULE
 from gradveil.report._gallery import figures, victim_names
+from gradveil.report._glossary import glossary
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Line, Point, Scale, layout, pareto
 from gradveil.report._scores import as_closeness, score, strongest
@@ -82,6 +83,14 @@ def render(audit: Audit) -> str:
         lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
     chart = partial(layout, points, lines, Scale(10 * primary.noticeable or 0.1, primary.closeness(1)))
     shown = figures(audit)
+    tables = {
+        "attacks": attack_table(audit),
+        "evidence": evidence_table(audit),
+        "identification": identification_table(audit),
+        "utility": utility_table(audit),
+        "ranking": ranking(audit),
+        "matches": match_table(audit),
+    }
     return fill_template(
         "page.html.j2",
         audit=audit,
@@ -89,15 +98,11 @@ def render(audit: Audit) -> str:
         figures=shown,
         victim_names=victim_names(audit),
         absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
-        attacks=attack_table(audit),
-        evidence=evidence_table(audit),
+        **tables,
+        glossary=glossary(audit, tables.values()),
         stop_rule=RULE,
         attacked=attacked(audit),
         untested=untested(audit),
-        identification=identification_table(audit),
-        utility=utility_table(audit),
-        ranking=ranking(audit),
-        matches=match_table(audit),
         price=_price(audit),
         flags=flags_for(audit.modality, audit.metrics),
         axis=axis,
