@@ -20,7 +20,8 @@ def glossary(audit: Audit, tables: Iterable[Table]) -> dict[str, str]:
     modality, unit = audit.modality, audit.modality.unit
     terms = {
         "Victim": "A client whose update is attacked. The attacker sees the model and what the client shared, never "
-        f"the {unit}. An attack with several tries keeps the one that fits the update best, not the one that looks best.",
+        f"the {unit}. An attack with several tries keeps the one that fits the update best, not the one that looks "
+        "best.",
         "Adaptive": "An attacker who knows which defense is used and with which parameters, but not its random draws. "
         "The generic one averages over simulated draws of any defense; others are written for one.",
         "Plain": "An attacker who does not know that there is a defense.",

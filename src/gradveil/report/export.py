@@ -176,4 +176,6 @@ def refusal(audit: Audit, conditions: Iterable[str]) -> Refusal | None:
 
 def _fewer_labels(audit: Audit, condition: str, defense: str) -> bool:
     found, undefended = label_leak(audit, defense), label_leak(audit, UNDEFENDED)
-    return condition == "labels" and found is not None and undefended is not None and found.high < undefended.low
+    if condition != "labels" or found is None or undefended is None:
+        return False
+    return undefended.leaks and found.high < undefended.low
