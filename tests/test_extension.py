@@ -54,8 +54,9 @@ def added(monkeypatch):
         def project(self, inputs):
             return inputs.clamp(LOW, HIGH)
 
-        def leaked(self, scores, blind):
-            return scores["worst_error"] < 0.1 and (blind is None or scores["worst_error"] < blind)
+        def leak_rule(self, scores, blind):
+            error = scores["worst_error"]
+            return "error" if error < 0.1 and (blind is None or error < blind["worst_error"]) else None
 
         def render(self, examples):
             content, grey = io.BytesIO(), (self.repaired(examples) - LOW) / (HIGH - LOW) * 255

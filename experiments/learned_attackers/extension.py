@@ -36,8 +36,10 @@ def verdicts(case: Row, seen: Observation, found: Reconstruction) -> Row:
     """The figures of an attack, and of each victim whether it leaked."""
     train, victims = dataset_of(case).train, seen.case.victims
     guess = train.modality.blind(train.inputs, train.targets, victims.targets.flatten(), len(dataset_of(case).classes))
-    blind = metrics.psnr(victims.inputs.flatten(0, 1), guess).view(victims.targets.shape)
-    scores = cases.score(seen, found, metrics.Scorer(train.modality), blind)
+    scorer = metrics.Scorer(train.modality)
+    guessed = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
+    blind = {name: values.view(victims.targets.shape) for name, values in guessed.items()}
+    scores = cases.score(seen, found, scorer, blind)
     leaked = [bool(score.metrics["leaked"]) for score in scores]
     return {**attack_row(case, seen, found), "leaked": leaked, "share_leaked": sum(leaked) / len(leaked)}
 

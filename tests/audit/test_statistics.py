@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from gradveil.audit.statistics import FEWEST, Interval, median_interval, paired_difference, possible_share, rank
+from gradveil.audit.statistics import (
+    FEWEST,
+    Interval,
+    median_interval,
+    paired_difference,
+    possible_share,
+    rank,
+    sign_test,
+)
 
 
 def by_victim(values):
@@ -114,3 +122,9 @@ def test_at_the_possible_share_so_few_become_unlikely(found, victims):
 
 def test_all_leaking_leaves_everything_possible():
     assert possible_share(8, 8) == 1
+
+
+@pytest.mark.parametrize(("wins", "losses"), [(0, 0), (5, 0), (7, 1), (3, 3), (0, 4), (40, 20)])
+def test_the_sign_test_is_the_binomial_test(wins, losses):
+    expected = stats.binomtest(wins, wins + losses, alternative="greater").pvalue if wins + losses else 1.0
+    assert sign_test(wins, losses) == pytest.approx(expected)

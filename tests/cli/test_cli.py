@@ -35,6 +35,18 @@ def test_audit_ends_with_the_path_of_the_report(gradveil_command, tmp_path):
     code, out, _ = gradveil_command("audit", "--resume", "--out", tmp_path / "out", "--json")
     assert code == 0
     assert json.loads(out)["report"] == str(tmp_path / "out" / "report.html")
+    # The report is written again from the rows alone, with the same figures.
+    (tmp_path / "out" / "report.html").unlink()
+    code, again, _ = gradveil_command("report", tmp_path / "out", "--json")
+    assert (code, json.loads(again)) == (0, json.loads(out))
+    assert (tmp_path / "out" / "report.html").exists()
+    # Two iterations recover nothing, which shows nothing, so the gate stays closed.
+    code, _, err = gradveil_command("report", tmp_path / "out", "--fail-if", "leaked")
+    assert code == 4
+    assert "refused (--fail-if leaked): leaked: protection is not shown for top-k:" in err
+    code, _, err = gradveil_command("audit", "--resume", "--out", tmp_path / "out", "--fail-if", "labels")
+    assert code in (3, 4)
+    assert "refused (--fail-if labels): " in err
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")

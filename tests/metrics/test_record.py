@@ -37,7 +37,9 @@ def test_records_say_what_their_metric_does(metric):
 
 
 def test_the_order_does_not_depend_on_registration():
-    assert [metric.name for metric in metrics.of(IMAGE)] == ["mse", "psnr", "ssim", "lpips", "noise_ratio"]
+    assert [metric.name for metric in metrics.of(IMAGE)] == [
+        *("mse", "psnr", "psnr_blurred", "ssim", "ssim_blurred", "lpips", "noise_ratio")
+    ]
 
 
 def test_a_name_is_taken_once_and_unknown_names_are_refused():
@@ -104,7 +106,9 @@ def test_a_metric_from_outside_is_in_rows_page_and_csv(own_metrics, monkeypatch,
     run(config, tmp_path / "out")
     rows = rows_of(tmp_path / "out")
     assert all(0 < row["largest_error"] <= 1 for row in rows)
-    assert {*rows[-1]["trained_on"]} == {"mse", "psnr", "ssim", "lpips", "largest_error"}
+    assert {*rows[-1]["trained_on"]} == {
+        *("mse", "psnr", "psnr_blurred", "ssim", "ssim_blurred", "lpips", "largest_error")
+    }
     audit = report.read(tmp_path / "out")
     page = report.write(audit).read_text()
     assert ">Worst pixel<" in page

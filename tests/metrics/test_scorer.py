@@ -71,15 +71,19 @@ class TestScorer:
         monkeypatch.delenv("GRADVEIL_DATA", raising=False)  # LPIPS needs weights from there
         originals, order = images(3), [2, 0, 1]
         close = 0.9 * originals + 0.1 * images(3, seed=1)
-        score = metrics.Scorer().score(originals, close[order], self.labels, self.labels[order], torch.zeros(3))
+        blind = metrics.Scorer().blind_scores(originals, torch.zeros_like(originals))
+        score = metrics.Scorer().score(originals, close[order], self.labels, self.labels[order], blind)
         assert score == {
             "mse": pytest.approx(metrics.mse(originals, close).mean().item()),
             "psnr": pytest.approx(metrics.psnr(originals, close).mean().item()),
+            "psnr_blurred": pytest.approx(metrics.psnr_blurred(originals, close).mean().item()),
             "ssim": pytest.approx(metrics.ssim(originals, close).mean().item()),
+            "ssim_blurred": pytest.approx(metrics.ssim_blurred(originals, close).mean().item()),
             "lpips": None,
             "noise_ratio": pytest.approx(metrics.noise_ratio(close).mean().item()),
             "label_correct": 1.0,
             "leaked": True,
+            "leak_rule": "pixels",
         }
         assert json.loads(json.dumps(score)) == score
 
@@ -112,7 +116,9 @@ class TestScorer:
         labels = self.labels[:2]
 
         def verdict(reconstructions, blind):
-            return metrics.Scorer().score(originals, reconstructions, labels, labels, torch.tensor(blind))["leaked"]
+            guess = dict.fromkeys(("psnr", "psnr_blurred"), torch.tensor(blind))
+            guess |= dict.fromkeys(("ssim", "ssim_blurred"), torch.tensor(blind) / 100)
+            return metrics.Scorer().score(originals, reconstructions, labels, labels, guess)["leaked"]
 
         assert verdict(reconstructions, [10.0, 10.0]) is True
         assert verdict(reconstructions, [99.0, 0.0]) is False  # each image against its own blind guess
@@ -138,7 +144,8 @@ class TestScorer:
     def test_a_reconstruction_of_nothing_but_nan_scores_like_plain_grey(self):
         originals, one = images(1), self.labels[:1]
         nothing = torch.full_like(originals, torch.nan)
-        score = metrics.Scorer().score(originals, nothing, one, one, torch.zeros(1))
+        blind = metrics.Scorer().blind_scores(originals, torch.zeros_like(originals))
+        score = metrics.Scorer().score(originals, nothing, one, one, blind)
         assert score["mse"] == pytest.approx((originals - 0.5).square().mean().item())
         assert score["leaked"] is False
 
@@ -147,8 +154,8 @@ class TestScorer:
             metrics.Scorer().score(images(3) + 1, images(3), self.labels, self.labels, None)
 
     def test_blind_guess_of_another_batch_is_refused(self):
-        with pytest.raises(InputError, match=r"blind must be one number per original, \[3\], got \[2\]"):
-            metrics.Scorer().score(images(3), images(3), self.labels, self.labels, torch.zeros(2))
+        with pytest.raises(InputError, match=r"blind must hold one psnr per original, \[3\], got \[2\]"):
+            metrics.Scorer().score(images(3), images(3), self.labels, self.labels, {"psnr": torch.zeros(2)})
 
     def test_reconstructions_that_still_carry_gradients_are_scored(self):
         originals = images(1)

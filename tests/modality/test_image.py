@@ -97,19 +97,31 @@ class TestBlindGuess:
             IMAGE.blind(torch.zeros(1, 1, 4, 4), torch.tensor([0]), torch.tensor([0]), classes=1)
 
 
+def scores(psnr, ssim, psnr_blurred=0.0, ssim_blurred=0.0):
+    return {"psnr": psnr, "ssim": ssim, "psnr_blurred": psnr_blurred, "ssim_blurred": ssim_blurred}
+
+
 @pytest.mark.parametrize(
-    ("psnr", "ssim", "blind", "expected"),
+    ("found", "blind", "expected"),
     [
-        (15.0, 0.0, 5.0, True),  # the PSNR threshold itself counts
-        (14.999, 0.499, 5.0, False),
-        (9.0, 0.5, 5.0, True),  # the SSIM threshold itself counts
-        (30.0, 0.9, 28.0, True),  # the margin itself counts
-        (30.0, 0.9, 28.001, False),
-        (9.0, 0.9, 8.0, False),
-        (10.0, 0.1, 1.0, False),  # above the blind guess, yet not recognisable
-        (15.0, None, None, True),  # nothing to beat
-        (None, None, 5.0, False),
+        (scores(15.0, 0.0), scores(5.0, 0.9), "pixels"),  # the PSNR threshold itself counts
+        (scores(14.999, 0.499), scores(5.0, 0.9), None),
+        (scores(9.0, 0.5), scores(5.0, 0.9), "pixels"),  # the SSIM threshold itself counts
+        (scores(30.0, 0.9), scores(28.0, 0.9), "pixels"),  # the margin itself counts
+        (scores(30.0, 0.9), scores(28.001, 0.9), None),
+        (scores(9.0, 0.9), scores(8.0, 0.8), None),
+        (scores(10.0, 0.1), scores(1.0, 0.0), None),  # above the blind guess, yet not recognisable
+        (scores(15.0, 0.0), None, "pixels"),  # nothing to beat
+        (scores(None, None), scores(5.0, 0.1), None),
+        (scores(14.0, 0.4), scores(13.0, 0.15), "structure"),  # all three thresholds themselves count
+        (scores(14.0, 0.399), scores(13.0, 0.1), None),
+        (scores(14.0, 0.45), scores(13.0, 0.201), None),
+        (scores(14.0, 0.45), scores(13.001, 0.1), None),
+        (scores(20.0, 0.2, 28.0, 0.7), scores(24.0, 0.6, 25.0, 0.7), "blur"),
+        (scores(20.0, 0.2, 28.0, 0.7), scores(24.0, 0.6, 25.001, 0.7), None),
+        (scores(20.0, 0.2, 28.0, 0.7), scores(24.0, 0.6, 25.0, 0.701), None),
+        (scores(10.0, 0.2, 14.0, 0.499), scores(9.0, 0.1, 10.0, 0.2), None),
     ],
 )
-def test_verdict(psnr, ssim, blind, expected):
-    assert IMAGE.leaked({"psnr": psnr, "ssim": ssim}, blind) is expected
+def test_verdict(found, blind, expected):
+    assert IMAGE.leak_rule(found, blind) == expected

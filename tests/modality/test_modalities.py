@@ -40,8 +40,8 @@ class Vector(Modality):
     def project(self, inputs):
         return inputs.clamp(LOW.to(inputs), HIGH.to(inputs))
 
-    def leaked(self, scores, blind):
-        return scores["mse"] <= 0.1 and (blind is None or scores["mse"] < blind / 2)
+    def leak_rule(self, scores, blind):
+        return "error" if scores["mse"] <= 0.1 and (blind is None or scores["mse"] < blind["mse"] / 2) else None
 
     def render(self, examples):
         content, grey = io.BytesIO(), (self.repaired(examples) - LOW) / (HIGH - LOW) * 255

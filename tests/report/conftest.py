@@ -49,6 +49,9 @@ class AuditFolder:
             "version": VERSION,
             "games": 0,
             "learned": [],
+            "simulating": [],
+            "largest_class": 0.1,
+            "modes": {},
             "public_examples": 4000,
             "public_overlap": 0,
             "dataset_source": "embedded digits",
@@ -142,6 +145,8 @@ class AuditFolder:
             "mse": mse,
             "psnr": psnr,
             "ssim": max(0.0, min(1.0, (psnr - 5) / 35)),
+            "psnr_blurred": psnr,
+            "ssim_blurred": max(0.0, min(1.0, (psnr - 5) / 35)),
             "lpips": min(0.6, mse * 2),
             "noise_ratio": None,
             "label_correct": None if defense is None else 1.0,
@@ -233,6 +238,7 @@ class AuditFolder:
         """The row as this audit writes it; values that a test has set are kept."""
         derived = {"audit": config["digest"]}
         if name == "results.jsonl":
+            derived["leak_rule"] = "pixels" if row["leaked"] else None
             derived |= {key: config[key] for key in ("dataset", "model", "seed", "batch_size", "aggregated")}
             blind = row["attack"] == "blind-guess"
             derived |= {

@@ -21,6 +21,7 @@ from gradveil.core.errors import DataError
 from gradveil.core.folders import write_json
 from gradveil.metrics import METRICS, Metric
 from gradveil.modality import MODALITIES, Modality
+from gradveil.report._evidence import evidence
 from gradveil.report._scores import strongest
 from gradveil.report._tables import ranking
 from gradveil.report.judgement import Outcome, outcome
@@ -63,8 +64,9 @@ def meters(monkeypatch):
         def project(self, inputs):
             return inputs.clamp(-4, 4)
 
-        def leaked(self, scores, blind):
-            return scores["distance"] <= 0.1 and (blind is None or scores["distance"] <= blind / 2)
+        def leak_rule(self, scores, blind):
+            distance = scores["distance"]
+            return "distance" if distance <= 0.1 and (blind is None or distance <= blind["distance"] / 2) else None
 
         def render(self, examples):
             content = io.BytesIO()
@@ -101,6 +103,9 @@ def folder(meters, tmp_path):
             "adapted": [],
             "generic": [],
             "learned": [],
+            "simulating": [],
+            "largest_class": None,
+            "modes": {},
             "public_examples": 0,
             "public_overlap": 0,
             "caveats": {},
@@ -147,6 +152,7 @@ def folder(meters, tmp_path):
             scores={"distance": distance + victim / 1000},
             label_correct=None,
             leaked=defense is not None and distance < 0.1,
+            leak_rule="distance" if defense is not None and distance < 0.1 else None,
             power=None,
             bound_mse=None,
             trained_on=None,
@@ -189,7 +195,9 @@ def test_less_is_closer_where_the_metric_says_so(folder):
     audit = report.read(folder)
     assert strongest(audit, "none")[0] == MethodId("idlg")
     assert strongest(audit, "top-k")[0] == MethodId("idlg")
-    assert outcome(audit, "top-k") is Outcome.STOPS
+    assert outcome(audit, "top-k") is Outcome.NOT_SHOWN  # nobody adapted to it
+    shown = [each.shown for each in evidence(audit, "top-k")]
+    assert shown == [True, True]
     first = report.verdict(audit)[0]
     assert first.startswith("Without a defense, idlg recovers 8 of 8 readings (median 0.02 kW)")
     assert not [flag.flag.name for flag in report.raised_flags(audit) if flag.flag.name == "stronger-does-worse"]

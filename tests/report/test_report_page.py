@@ -1,6 +1,7 @@
 """The page as a browser gets it: nothing is loaded from outside, nothing is unescaped, everything is in place."""
 
 import base64
+import html
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from gradveil import report
 from gradveil.audit.store import command_line
 from gradveil.core.errors import DataError, OutputError
 from gradveil.report.flags import FLAGS
+from gradveil.report.read import read
 
 VOID = {"meta", "link", "img", "br", "wbr", "hr", "input"}
 
@@ -64,12 +66,16 @@ def page_of(draft):
     return Page(report.write(draft.write()).read_text())
 
 
-def test_write_leaves_the_page_and_the_sheet_and_nothing_else(make_audit):
+def test_write_leaves_the_page_the_sheet_and_the_tables_and_nothing_else(make_audit):
     folder = make_audit().write()
     before = set(os.listdir(folder))
     path = report.write(folder)
     assert path == folder / "report.html"
-    assert set(os.listdir(folder)) - before == {"report.html", "overview.png"}
+    assert set(os.listdir(folder)) - before == {
+        "report.html",
+        "overview.png",
+        *(f"{name}.{ending}" for name in ("attacks", "evidence", "cost") for ending in ("csv", "tex")),
+    }
     first = path.read_bytes()
     assert report.write(folder).read_bytes() == first
 
@@ -187,7 +193,7 @@ def test_headings_are_buttons_and_values_are_sortable(make_audit):
     text = report.write(draft.write()).read_text()
     page = Page(text)
     headings = page.all("th", **{"aria-sort": "none"})
-    assert len(headings) == len(page.all("button", type="button")) == 9 + 8 + 6  # attacks, cost, ranking
+    assert len(headings) == len(page.all("button", type="button")) == 5 + 8 + 8 + 6  # attacks, evidence, cost, ranking
     values = [attributes["data-value"] for tag, attributes in page.tags if tag == "td" and "data-value" in attributes]
     assert "" in values
     assert any(re.fullmatch(r"\d+\.\d{6,}", value) for value in values), "sorting needs unrounded values"
@@ -300,7 +306,7 @@ const column = (title) => {
   const index = [...table.tHead.rows[0].cells].findIndex((cell) => cell.textContent.startsWith(title));
   return [...table.tBodies[0].rows].map((row) => row.cells[index].dataset.value);
 };
-for (const title of ["LPIPS", "LPIPS", "PSNR", "Defense"]) {
+for (const title of ["vs. undefended", "vs. undefended", "PSNR", "Defense"]) {
   press(title);
   const sorted = table.querySelectorAll("[aria-sort=ascending], [aria-sort=descending]").length;
   seen.push({ values: column(title), sorted });
@@ -315,10 +321,7 @@ def test_tables_sort_in_a_browser(make_audit, tmp_path):
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("needs the program chromium")
-    draft = make_audit()
-    for row in draft.rows("top-k"):
-        row["lpips"] = None
-    path = report.write(draft.write())
+    path = report.write(make_audit().write())
     probe = tmp_path / "probe.html"
     probe.write_text(path.read_text().replace("</body>", f"{PROBE}</body>"))
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
@@ -330,11 +333,85 @@ def test_tables_sort_in_a_browser(make_audit, tmp_path):
         check=True,
     )
     up, down, psnr, defense = json.loads(re.search(r"\[\{.*\}\]", done.stdout).group())
-    numbers = [float(value) for value in up["values"][:-2]]
-    assert up["values"][-2:] == down["values"][-2:] == ["", ""]
+    numbers = [float(value) for value in up["values"][:-3]]  # neither the blind guess nor "none" has a difference
+    assert up["values"][-3:] == down["values"][-3:] == [""] * 3
     assert numbers == sorted(numbers)
-    assert [float(value) for value in down["values"][:-2]] == sorted(numbers, reverse=True)
+    assert [float(value) for value in down["values"][:-3]] == sorted(numbers, reverse=True)
     assert [float(value) for value in psnr["values"]] == sorted(float(value) for value in psnr["values"])
     assert defense["values"][-1] == ""
     assert defense["values"][:-1] == sorted(defense["values"][:-1])
     assert {step["sorted"] for step in (up, down, psnr, defense)} == {1}
+
+
+def test_the_glossary_explains_every_heading_badge_and_metric(make_audit):
+    draft = make_audit(victims=6)
+    for row in draft.rows("top-k"):
+        row["bound_mse"] = 0.01
+        draft.results.append({**row, "adaptive": True})
+    draft.config["adapted"] = [["top-k:keep=0.2", spec] for spec in draft.config["attacks"]]
+    draft.identify("none", 90)
+    draft.utility[1].update(privacy="(1.0, 1e-05)-DP", epsilon=1.0)
+    text = report.write(draft.write()).read_text()
+    glossary = text[text.index('id="glossary"') :]
+    terms = {html.unescape(term) for term in re.findall(r"<dt>([^<]*)</dt>", glossary)}
+    headings = {html.unescape(title) for title in re.findall(r'aria-hidden="true">([^<]+)</span></th>', text)}
+    folded = {html.unescape(title) for title in re.findall(r'<span title="[^"]*"><b>([^<]*)</b>', text)}
+    assert {"Bound", "Label", "Time", "SSIM"} <= folded
+    assert {"PSNR dB", "vs. plain", "p leaks", "AUC", "Guarantee", "Rank"} <= headings
+    badges = set(re.findall(r'class="badge">([^<]*)<', text))
+    metrics = {metric.title for metric in read(draft.folder).metrics}
+    used = {heading.removesuffix(" dB") for heading in headings} | folded | badges | metrics
+    assert used - terms == set()
+
+
+def test_the_page_says_what_was_attacked_and_what_was_not_tested(make_audit):
+    draft = make_audit(victims=6)
+    text = page_of(draft).text.replace(" ,", ",").replace(" .", ".")
+    assert "14,394 parameters and its initial, untrained weights, with which it classifies 10 % of the test" in text
+    assert "It has neither batch norm nor dropout." in text
+    assert "6 victims from the test split of mnist, 1 image behind each; each client shares a single gradient." in text
+    assert "sees one round of each victim, knows the model, and must find the labels itself." in text
+    assert re.search(r"Run with gradveil 0\.1\.0, \d{4}-\d\d-\d\d \d\d:\d\d( to [-: \d]+)? UTC", text)
+    for untested in (
+        "trained weights",
+        "batches: there is one image",
+        "local steps",
+        "a server that changes the model",
+    ):
+        assert untested in text
+    draft.config |= {
+        "weights": "mine.safetensors",
+        "batch_size": 4,
+        "local_epochs": 2,
+        "local_batch": 2,
+        "observed_rounds": 3,
+        "labels": "known",
+        "modes": {"batch norm": "train", "dropout": "inference"},
+        "learned": draft.config["attacks"][:1],
+    }
+    text = page_of(draft).text.replace(" ,", ",").replace(" .", ".")
+    assert "the weights in mine.safetensors, with which it classifies 91 % of the test images" in text
+    assert "batch norm in train mode (statistics of the batch) and dropout that is switched off" in text
+    assert "4 images behind each; each client shares its change after 2 local passes in steps on 2 examples" in text
+    assert "sees 3 rounds of each victim on the same data, knows the model, and is given the labels" in text
+    assert "idlg learned from 4,000 public images." in text
+    for tested in ("trained weights:", "batches: there is one", "local steps: clients", "a client seen in several"):
+        assert tested not in text
+
+
+def test_columns_that_do_not_fit_are_folded_but_kept_in_files(make_audit):
+    folder = make_audit(victims=6).write()
+    text = report.write(folder).read_text()
+    attacks = text[text.index('<section id="attacks">') : text.index("What shows that a defense")]
+    assert len(re.findall('<th scope="col"', attacks)) == 5
+    assert "SSIM" in (folder / "attacks.csv").read_text().splitlines()[0]
+    assert "thead { display: table-header-group; }" in text
+
+
+def test_which_rule_decided_is_shown(make_audit):
+    draft = make_audit(victims=6)
+    draft.rows("none", "idlg")[0]["leak_rule"] = "blur"
+    text = report.write(draft.write()).read_text()
+    assert "<small>1 by blur, 5 by pixels</small>" in text
+    assert "victim 0: PSNR" in text
+    assert ", leaked by blur" in text

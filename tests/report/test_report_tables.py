@@ -151,7 +151,7 @@ def test_history_may_be_empty(make_audit):
 def test_the_summary_for_the_terminal_is_the_attack_table(make_audit):
     folder = make_audit().write()
     assert report.summary(folder) == attack_table(read(folder))
-    assert report.summary(folder).texts()[1][:3] == ["none", "idlg", "4 of 4"]
+    assert report.summary(folder).texts()[1][:3] == ["none", "idlg", "4 of 4 (4 by pixels)"]
 
 
 def test_each_defense_meets_its_own_strongest_attack(make_audit):

@@ -609,7 +609,7 @@ class Score:
 
     Args:
         inputs: the reconstruction, ``[examples, *input_shape]``.
-        metrics: the mean over the examples for each metric, with ``label_correct`` and ``leaked``.
+        metrics: the mean over the examples for each metric, with ``label_correct``, ``leaked`` and ``leak_rule``.
         trained_on: the metrics against what the clients really used, if the defense changed that.
         loss: the attacker's own final loss; the mean over a victim's updates if they were attacked one by one.
         losses: ``loss_start``, ``loss_late`` and ``loss_restarts``; all None if there was no search, or if one of the
@@ -619,8 +619,8 @@ class Score:
     """
 
     inputs: Tensor = field(repr=False)
-    metrics: Mapping[str, float | None]
-    trained_on: Mapping[str, float | None] | None
+    metrics: Mapping[str, Any]
+    trained_on: Mapping[str, Any] | None
     loss: float | None
     losses: Mapping[str, Any]
     iterations: int
@@ -628,7 +628,10 @@ class Score:
 
 
 def score(
-    observation: Observation, found: Reconstruction, scorer: metrics.Scorer, blind: Tensor | None = None
+    observation: Observation,
+    found: Reconstruction,
+    scorer: metrics.Scorer,
+    blind: Mapping[str, Tensor] | None = None,
 ) -> list[Score]:
     """Score a reconstruction, victim by victim.
 
@@ -636,7 +639,7 @@ def score(
         observation: what was attacked.
         found: what the attack reconstructed.
         scorer: the scorer of the modality.
-        blind: the blind guess's score of each example by the primary metric, ``[victims, examples]``; without it the
+        blind: the blind guess's score of each example by each metric, ``[victims, examples]``; without it the
             ``leaked`` verdict cannot be given.
     """
     victims = observation.case.victims
@@ -651,7 +654,7 @@ def score(
             inputs[victim].float().cpu(),
             victims.targets[victim],
             guesses[victim].cpu(),
-            None if blind is None else blind[victim],
+            None if blind is None else {name: scores[victim] for name, scores in blind.items()},
         )
         used = observation.trained_on[victim]
         results.append(

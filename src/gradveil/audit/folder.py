@@ -197,7 +197,7 @@ def _check_methods(config: Json) -> None:
     for pair in config["adapted"]:
         if tuple(pair) not in pairs:
             refuse(CONFIG, "adapted", "a list of pairs of a defense and an attack of this audit", short(pair))
-    for key, methods in (("generic", "defenses"), ("learned", "attacks")):
+    for key, methods in (("generic", "defenses"), ("learned", "attacks"), ("simulating", "attacks")):
         for spec in config[key]:
             if spec not in config[methods]:
                 refuse(CONFIG, key, f"a list of {methods} of this audit", short(spec))
@@ -265,6 +265,8 @@ def _refuse_other_audit(where: str, key: str, expected: str, got: str) -> NoRetu
 def _check_result(where: str, row: ResultRow, config: Json, attacked: Mapping[str, str]) -> None:
     if row.victim >= config["victims"]:
         refuse(where, "victim", f"a number below {config['victims']}, the victims of the audit", str(row.victim))
+    if row.leaked != (row.leak_rule is not None):
+        refuse(where, "leak_rule", "a rule if the victim leaked, and null if not", short(row.leak_rule))
     if row.attack_spec == BLIND_GUESS:
         if row.defense_spec is not None or row.adaptive:
             refuse(where, "defense_spec", "null for the blind guess", short(row.defense_spec))

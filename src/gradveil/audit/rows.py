@@ -105,6 +105,7 @@ CONFIG_SCHEMA: Schema = {
     "adapted": kinds.list_of(kinds.list_of(kinds.text(), 2), kinds.MAX_METHODS**2),
     "generic": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
     "learned": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
+    "simulating": kinds.list_of(kinds.text(), kinds.MAX_METHODS),
     "public_examples": kinds.integer(0, kinds.MAX_ITEMS),
     "public_overlap": kinds.integer(0, kinds.MAX_ITEMS),
     "caveats": kinds.object_of(kinds.list_of(kinds.text(), 100), 2 * kinds.MAX_METHODS),
@@ -114,9 +115,11 @@ CONFIG_SCHEMA: Schema = {
     "metrics": kinds.object_of(kinds.FLAG, 1000),
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
+    "largest_class": kinds.optional(kinds.SHARE),
     "parameters": kinds.integer(1, 10**15),
     "dropout_rates": kinds.object_of(kinds.SHARE, kinds.MAX_ITEMS),
     "weights_accuracy": kinds.optional(kinds.SHARE),
+    "modes": kinds.object_of(kinds.text(100), 10),
     "weights_digest": kinds.digest(),
     "model_file_digest": kinds.optional(kinds.digest()),
     "plugin_files": kinds.object_of(kinds.digest(), 100),
@@ -228,6 +231,7 @@ class ResultRow(Row):
         scores: the scores by metric.
         trained_on: the scores against what the client really used, if the defense changed that.
         label_correct: the share of labels that the attacker got right.
+        leak_rule: the rule of the modality by which the victim has leaked; None if it has not.
         power: how much of the update the defense changed.
         bound_mse: the least mean squared error of any attacker on smoothed inputs; None: no bound is known.
         loss: the attacker's own loss at the end of its search; `loss_start` is that at its beginning, `loss_late` that
@@ -255,6 +259,7 @@ class ResultRow(Row):
     scores: Mapping[str, float | None]
     label_correct: float | None = _field(kinds.optional(kinds.SHARE))
     leaked: bool = _field(kinds.FLAG)
+    leak_rule: str | None = _field(kinds.optional(kinds.text(100)))
     power: float | None = _field(kinds.optional(kinds.AMOUNT))
     bound_mse: float | None = _field(kinds.optional(kinds.AMOUNT))
     trained_on: Mapping[str, float | None] | None = _field(_compared)

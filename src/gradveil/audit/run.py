@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 import gradveil
 from gradveil import data, metrics
@@ -52,6 +54,9 @@ PUBLIC_ROWS = 800
 """Public examples that stand for the rest of a batch in its regression; more cost time and change little."""
 KEPT = 8
 """Prepared defenses that a process keeps: its pieces are not in the order of the defenses."""
+
+JUDGED = 2000
+"""Test examples, at most, that the accuracy of the attacked model is measured on."""
 
 ReportStep = Callable[..., None]  # (steps done, steps in all)
 
@@ -154,7 +159,7 @@ def _run(
         write_json(folder / CONFIG, now)
     else:
         # Equal configs do not guarantee equal rows: data, model or version may have changed under the same name.
-        decisive = {name: value for name, value in now.items() if name not in ("platform", DIGEST)}
+        decisive = {name: value for name, value in now.items() if name not in ("platform", "weights_accuracy", DIGEST)}
         _refuse_changes(folder, before, decisive, _RESTORE)
     described = before or now
     files = _Files(folder, described, subject)
@@ -317,7 +322,7 @@ class Subject:
             from.
         computed: whether each metric can be computed here.
         blind: the blind guess at each victim's examples.
-        blind_scores: its scores by the primary metric, ``[victims, examples]``.
+        blind_scores: its scores by each metric that can be computed here, ``[victims, examples]``.
     """
 
     config: AuditConfig
@@ -329,7 +334,7 @@ class Subject:
     public_examples: Tensor
     computed: Mapping[str, bool]
     blind: Tensor
-    blind_scores: Tensor
+    blind_scores: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, config: AuditConfig, dataset: data.Dataset | None = None) -> "Subject":
@@ -380,8 +385,7 @@ class Subject:
         guess = modality.blind(
             train_split.inputs, train_split.targets, victims.targets.flatten(0, 1), len(dataset.classes)
         )
-        blind_scores = METRICS.get(modality.primary).compute(victims.inputs.flatten(0, 1), guess)
-        assert blind_scores is not None  # the primary metric can always be computed
+        blind_scores = metrics.Scorer(modality).blind_scores(victims.inputs.flatten(0, 1), guess)
         root, others = split_public(train_split, config.seed)
         return cls(
             config,
@@ -393,7 +397,7 @@ class Subject:
             torch.cat([root, others])[: config.public],
             computed,
             guess.view_as(victims.inputs),
-            blind_scores.view(victims.inputs.shape[:2]),
+            {name: scores.view(victims.inputs.shape[:2]) for name, scores in blind_scores.items()},
         )
 
     @cached_property
@@ -481,6 +485,7 @@ class Subject:
                 if True in self.attackers(create_defense(spec), attack)
             ],
             "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
+            "simulating": [spec for spec in config.attacks if create_attack(spec).simulates],
             "public_examples": len(self.public_examples),
             "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.dataset.train, self.public_examples),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
@@ -491,9 +496,11 @@ class Subject:
             "metrics": dict(self.computed),
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
+            "largest_class": _largest_class(self.dataset),
             "parameters": self.task.size,
             "dropout_rates": self.task.dropout_rates,
-            "weights_accuracy": finite(evaluate(self.task, self.dataset.test)[0]),
+            "weights_accuracy": _accuracy(self.task, self.dataset.test),
+            "modes": _modes(self.task),
             "weights_digest": weights_digest(self.task),
             "model_file_digest": model_file_digest(config.model),
             "plugin_files": plugins.loaded_files(),
@@ -513,6 +520,29 @@ def _overlap(victims: Tensor, split: data.Split, public: Tensor) -> int:
 
 def _digest(example: Tensor) -> bytes:
     return hashlib.sha256(example.float().contiguous().numpy().data).digest()
+
+
+def _largest_class(dataset: data.Dataset) -> float | None:
+    """The share of the training examples that have the most frequent label, which a guess at labels gets right."""
+    labels = dataset.train.targets
+    return float(labels.flatten().bincount().max()) / labels.numel() if dataset.classes else None
+
+
+def _accuracy(task: Task, test: data.Split) -> float | None:
+    """The attacked model's accuracy on test examples; None for a task without classes."""
+    few = data.Split(test.inputs[:JUDGED], test.targets[:JUDGED], test.modality)
+    return finite(evaluate(task, few)[0])
+
+
+def _modes(task: Task) -> dict[str, str]:
+    """The mode of the model's batch norms and of its dropout, if it has any: train, inference or some of both."""
+    modules = list(task.copy_model().modules())
+    kinds = {"batch norm": _BatchNorm, "dropout": _DropoutNd}
+    training = {
+        name: {module.training for module in modules if isinstance(module, kind)} for name, kind in kinds.items()
+    }
+    words = {True: "train", False: "inference"}
+    return {name: words[found.pop()] if len(found) == 1 else "mixed" for name, found in training.items() if found}
 
 
 def _training(config: AuditConfig) -> Training:
@@ -637,7 +667,8 @@ def _guess_blindly(work: "_Work", rows: Rows) -> Finished:
         if (None, BLIND_GUESS, False, victim) in done:
             continue
         inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
-        scored = work.scorer.score(inputs, guess, targets, targets, subject.blind_scores[victim])
+        blind = {name: scores[victim] for name, scores in subject.blind_scores.items()}
+        scored = work.scorer.score(inputs, guess, targets, targets, blind)
         _, original = _picture("original", victim, subject.task.modality.render(inputs), pictures)
         score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
         found.append(work.row(None, None, False, victim, score, pictures, original_digest=original))
@@ -711,7 +742,8 @@ class _Work:
         found = cases.attack_on(seen, progress=report_step)
         if found.interrupted:
             raise KeyboardInterrupt
-        scores = cases.score(seen, found, self.scorer, self.subject.blind_scores[chunk.start : chunk.stop])
+        blind = {name: part[chunk.start : chunk.stop] for name, part in self.subject.blind_scores.items()}
+        scores = cases.score(seen, found, self.scorer, blind)
         pictures: dict[str, bytes] = {}
         rows = [
             self.row(
@@ -815,6 +847,7 @@ class _Work:
             scores={metric.name: score.metrics[metric.name] for metric in known},
             label_correct=score.metrics["label_correct"],
             leaked=bool(score.metrics["leaked"]),
+            leak_rule=score.metrics["leak_rule"],
             power=power,
             bound_mse=bound_mse,
             trained_on=score.trained_on

@@ -1,4 +1,4 @@
-"""What can be concluded from a handful of victims: bootstrap intervals, paired differences, ranks."""
+"""What can be concluded from a handful of victims: bootstrap intervals, paired differences, sign tests, ranks."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -93,6 +93,29 @@ def paired_difference(
     """
     shared = sorted(ones.keys() & others.keys())
     return median_interval([ones[victim] - others[victim] for victim in shared], level=level) if shared else None
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """The probability of at least `wins` of ``wins + losses`` pairs by chance, if both ways are equally likely.
+
+    The exact one-sided sign test; on pairs of yes and no it is McNemar's exact test. Pairs without a difference do not
+    count.
+
+    References:
+        McNemar, Note on the sampling error of the difference between correlated proportions, Psychometrika 1947.
+
+    Args:
+        wins: pairs that differ in the expected way.
+        losses: pairs that differ the other way.
+
+    Example:
+        >>> sign_test(5, 0), sign_test(4, 0), sign_test(0, 0)
+        (0.03125, 0.0625, 1.0)
+    """
+    checks.integer("sign_test", "wins", wins, low=0)
+    checks.integer("sign_test", "losses", losses, low=0)
+    pairs = wins + losses
+    return float(sum(math.comb(pairs, count) for count in range(wins, pairs + 1)) / 2**pairs)
 
 
 @dataclass(frozen=True, order=True)

@@ -18,6 +18,7 @@ from gradveil.audit.folder import is_model_file, read_audit
 from gradveil.audit.plan import LONG
 from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
+from gradveil.cli import _report
 from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
 from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
@@ -30,12 +31,23 @@ def run(options: Mapping[str, Any]) -> None:
     output: Path | None = options["output"]
     stages = numbers("audit", "stage", options["stage"])
     if stages is not None and len(stages) > 1:
+        codes = []
         for stage in stages:
             place = None if output is None else output / f"stage-{stage:g}"
-            run({**options, "stage": str(stage), "output": place})
+            try:
+                run({**options, "stage": str(stage), "output": place})
+            except typer.Exit as refused:  # of a gate; the other stages are wanted all the same
+                if refused.exit_code == INTERRUPTED:
+                    raise
+                codes.append(refused.exit_code)
+        if codes:
+            raise typer.Exit(max(codes))
         return
     plugins.load_files(options["plugin"] or ())
     resume: bool = options["resume"]
+    fail_if: list[str] = options["fail_if"] or []
+    for condition in fail_if:
+        checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
@@ -88,16 +100,7 @@ def run(options: Mapping[str, Any]) -> None:
         if not (folder / CONFIG).exists():
             raise
         raise WorkerError(f"{error}. Resume with: {how_to_resume('audit', folder, config.model)}") from None
-    finished = report.read(folder)
-    page = report.write(finished)
-    verdict = report.verdict(finished)
-    for sentence in verdict:
-        say(sentence)
-    if options["as_json"]:
-        flags = [found.flag.name for found in report.raised_flags(finished)]
-        stdout.print_json(json.dumps({"report": str(page), "folder": str(folder), "flags": flags, "verdict": verdict}))
-    else:
-        print_result(f"report: {page}")
+    _report.show(folder, fail_if, as_json=options["as_json"])
 
 
 def _announce(plan: Plan) -> None:

@@ -15,6 +15,16 @@ stdout = Console(highlight=False)
 INTERRUPTED = 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.", show_default="off")]
+FailIf = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--fail-if",
+        metavar="WHAT",
+        help="leaked, identified or labels, repeatable: exit with code 3 if that happens under any defense, and with 4 "
+        "if it does not but protection is not shown or the audit is not complete.",
+        show_default="never",
+    ),
+]
 Plugins = Annotated[
     list[str] | None,
     typer.Option(

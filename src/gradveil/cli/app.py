@@ -8,7 +8,7 @@ import typer
 
 import gradveil
 from gradveil._version import __version__
-from gradveil.cli import audit, data, train
+from gradveil.cli import audit, data, report, train
 from gradveil.cli import list as listing
 from gradveil.cli._console import print_result, say, stderr
 from gradveil.core.errors import GradveilError
@@ -34,6 +34,7 @@ def _common(
 
 
 app.command()(audit.audit)
+app.command()(report.report)
 app.command()(train.train)
 app.command("list")(listing.list_methods)
 app.add_typer(data.app, name="data")

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gradveil.cli._console import Json, Plugins
+from gradveil.cli._console import FailIf, Json, Plugins
 from gradveil.cli._index import read_index
 
 _DEFAULTS = read_index()["audit"]
@@ -178,6 +178,7 @@ def audit(
             "--dry-run", help="Only print the pieces of the audit and how long they will take.", show_default="off"
         ),
     ] = False,
+    fail_if: FailIf = None,
     as_json: Json = False,
 ) -> None:
     """Attack every defense on the same victims, train under every defense, and write a report."""

@@ -8,6 +8,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from gradveil.metrics.attributes import attribute_summary
+from gradveil.metrics.blurred import psnr_blurred, ssim_blurred
 from gradveil.metrics.decoys import decoy_auc, decoy_scores
 from gradveil.metrics.identification import auc, information_bits, rank_one_accuracy, share_named, true_positive_rate
 from gradveil.metrics.labels import label_accuracy
@@ -48,10 +49,12 @@ __all__ = [
     "noise_ratio",
     "of",
     "psnr",
+    "psnr_blurred",
     "rank_one_accuracy",
     "reidentification_rate",
     "relative_power",
     "share_named",
     "ssim",
+    "ssim_blurred",
     "true_positive_rate",
 ]

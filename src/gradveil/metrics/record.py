@@ -101,7 +101,7 @@ class Metrics:
     Example:
         >>> from gradveil.modality import IMAGE
         >>> [metric.name for metric in METRICS.of(IMAGE)]
-        ['mse', 'psnr', 'ssim', 'lpips', 'noise_ratio']
+        ['mse', 'psnr', 'psnr_blurred', 'ssim', 'ssim_blurred', 'lpips', 'noise_ratio']
     """
 
     group = "gradveil.metrics"

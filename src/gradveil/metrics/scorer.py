@@ -1,6 +1,8 @@
 """All metrics of one reconstructed batch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +27,10 @@ class Scorer:
 
     Example:
         >>> images, labels = torch.linspace(0, 1, 512).reshape(2, 1, 16, 16), torch.tensor([3, 7])
-        >>> score = Scorer().score(images, images.flip(0), labels, labels.flip(0), blind=torch.zeros(2))
-        >>> score["psnr"], score["label_correct"], score["leaked"]
-        (100.0, 1.0, True)
+        >>> guess = Scorer().blind_scores(images, torch.zeros_like(images))
+        >>> score = Scorer().score(images, images.flip(0), labels, labels.flip(0), guess)
+        >>> score["psnr"], score["label_correct"], score["leaked"], score["leak_rule"]
+        (100.0, 1.0, True, 'pixels')
     """
 
     modality: Modality = IMAGE
@@ -39,8 +42,8 @@ class Scorer:
         reconstructions: Tensor,
         true_labels: Tensor,
         guessed_labels: Tensor,
-        blind: Tensor | None,
-    ) -> dict[str, float | None]:
+        blind: Mapping[str, Tensor] | None,
+    ) -> dict[str, Any]:
         """Score one batch.
 
         Args:
@@ -48,27 +51,41 @@ class Scorer:
             reconstructions: inputs of the same shape, in any order and range.
             true_labels: labels [B] of the originals.
             guessed_labels: labels [B] of the reconstructions, in their order.
-            blind: the blind guess's score for each original by the primary metric, [B]; without it `leaked` is None.
+            blind: the blind guess's score for each original by each metric, [B]; without it `leaked` is None.
 
         Returns:
             The mean over the batch of each metric (None: it could not be computed); `label_correct`, the share of
-            correct labels; `leaked`, whether any example of the batch has leaked.
+            correct labels; `leaked`, whether any example of the batch has leaked, and `leak_rule`, the rule by which
+            the first of them has, None if none has.
         """
-        if blind is not None and blind.shape != originals.shape[:1]:
-            raise InputError(
-                f"scorer: blind must be one number per original, [{len(originals)}], got {list(blind.shape)}"
-            )
+        for name, guessed in (blind or {}).items():
+            if guessed.shape != originals.shape[:1]:
+                raise InputError(
+                    f"scorer: blind must hold one {name} per original, [{len(originals)}], got {list(guessed.shape)}"
+                )
         found = self.modality.repaired(reconstructions)
         order = match(originals, found)
         found = found[order]
         values = {metric.name: metric.compute(originals, found) for metric in METRICS.of(self.modality)}
-        leaked = None
+        rules = []
         if blind is not None:
-            columns = [[None] * len(found) if value is None else value.tolist() for value in values.values()]
-            rows = zip(zip(*columns, strict=True), blind.tolist(), strict=True)
-            leaked = any(self.modality.leaked(dict(zip(values, row, strict=True)), guess) for row, guess in rows)
+            pairs = zip(_by_example(values, len(found)), _by_example(blind, len(found)), strict=True)
+            rules = [rule for scores, guess in pairs if (rule := self.modality.leak_rule(scores, guess))]
         return {
             **{name: None if value is None else value.mean().item() for name, value in values.items()},
             "label_correct": label_accuracy(true_labels, guessed_labels[order]),
-            "leaked": leaked,
+            "leaked": None if blind is None else bool(rules),
+            "leak_rule": rules[0] if rules else None,
         }
+
+    @torch.no_grad()
+    def blind_scores(self, originals: Tensor, guesses: Tensor) -> dict[str, Tensor]:
+        """The scores of the blind guess at each original, ``[N]`` by metric, for `score`."""
+        values = {metric.name: metric.compute(originals, guesses) for metric in METRICS.of(self.modality)}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def _by_example(values: Mapping[str, Tensor | None], count: int) -> list[dict[str, float | None]]:
+    """The scores of each example by metric."""
+    columns = [[None] * count if value is None else value.tolist() for value in values.values()]
+    return [dict(zip(values, row, strict=True)) for row in zip(*columns, strict=True)] if columns else [{}] * count

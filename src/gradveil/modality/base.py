@@ -68,12 +68,12 @@ class Modality(ABC):
         """The allowed inputs nearest to these; NaN stays NaN."""
 
     @abstractmethod
-    def leaked(self, scores: Mapping[str, float | None], blind: float | None) -> bool:
-        """Whether an example has leaked.
+    def leak_rule(self, scores: Mapping[str, float | None], blind: Mapping[str, float | None] | None) -> str | None:
+        """The name of the rule by which an example has leaked, such as "pixels"; None if it has not.
 
         Args:
             scores: the scores of its reconstruction by metric; None for a metric that could not be computed.
-            blind: the score of the blind guess by the primary metric; None if there is no blind guess to beat.
+            blind: those of the blind guess; None if there is no blind guess to beat.
         """
 
     @abstractmethod

@@ -85,7 +85,7 @@ def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
     if row is None:
         return Shot(None, "not run", f"{name}: not run yet")
     leaked = None if row.defense_spec is None else row.leaked  # a blind guess is not judged
-    suffix = {None: "", True: ", leaked", False: ", not leaked"}[leaked]
+    suffix = "" if leaked is None else f", leaked by {row.leak_rule}" if leaked else ", not leaked"
     values = [
         f"{metric.title} {metric.with_unit(value)}"
         for metric in sorted(audit.metrics, key=lambda metric: metric != audit.primary)

@@ -1,5 +1,6 @@
 """Summary statistics of the rows of one attack under one defense."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,22 +16,29 @@ from gradveil.report.read import Audit
 class Score:
     """What an attack reached over its victims, as medians, because one lucky victim shifts a mean.
 
-    `values` holds the primary metric of each victim. `mse` is a mean because the bound is on the mean.
+    `rules` counts the victims that leaked by the rule that decided. `values` holds the primary metric of each victim.
+    `mse` is a mean because the bound is on the mean.
 
     Example:
         >>> medians = {"psnr": 31.0, "lpips": None}
-        >>> Score(3, 2, (20.0, 31.0, 34.0), medians, label_correct=1.0, seconds=2.0, mse=None, bound_mse=None).median
-        31.0
+        >>> rules = {"pixels": 2}
+        >>> Score(3, rules, (20.0, 31.0, 34.0), medians, 1.0, seconds=2.0, mse=None, bound_mse=None).leaked
+        2
     """
 
     victims: int
-    leaked: int
+    rules: Mapping[str, int]
     values: tuple[float, ...]
     medians: Mapping[str, float | None]
     label_correct: float | None
     seconds: float | None
     mse: float | None
     bound_mse: float | None
+
+    @property
+    def leaked(self) -> int:
+        """How many victims leaked."""
+        return sum(self.rules.values())
 
     @property
     def median(self) -> float:
@@ -47,7 +55,7 @@ def score(audit: Audit, rows: Sequence[ResultRow]) -> Score:
     """Summarise at least one row. Nulls do not count towards a median; a metric that is null in all rows is None."""
     return Score(
         victims=len(rows),
-        leaked=sum(row.leaked for row in rows),
+        rules=Counter(row.leak_rule for row in rows if row.leak_rule is not None),
         values=tuple(primary_of(audit, rows).values()),
         medians={
             metric.name: _average_of_known(median, (row.scores[metric.name] for row in rows))

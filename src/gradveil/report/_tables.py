@@ -9,6 +9,7 @@ from io import StringIO
 from gradveil.audit.rows import IdentificationRow, MatchRow, MethodId, UtilityRow
 from gradveil.audit.statistics import Interval, rank
 from gradveil.metrics import Metric
+from gradveil.report._evidence import Evidence, evidence
 from gradveil.report._scores import (
     Score,
     closeness_of,
@@ -39,12 +40,16 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A heading and a sentence on what it means; an `optional` column is left out if no row has a value."""
+    """A heading and a sentence on what it means; an `optional` column is left out if no row has a value.
+
+    On the page a `folded` column has no column of its own: its value is in small type below the second one.
+    """
 
     title: str
     hint: str
     numeric: bool = True
     optional: bool = False
+    folded: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,36 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
 
+    def shown(self, row: Sequence[Cell]) -> list[tuple[Column, Cell]]:
+        """The cells of a row that have a column on the page."""
+        return [pair for pair in zip(self.columns, row, strict=True) if not pair[0].folded]
+
+    def folded(self, row: Sequence[Cell]) -> list[tuple[Column, Cell]]:
+        """The cells of a row that have none, without those that hold nothing."""
+        return [pair for pair in zip(self.columns, row, strict=True) if pair[0].folded and pair[1].value is not None]
+
     def texts(self) -> list[list[str]]:
         """The rows as plain text for a terminal."""
         return [[f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in row] for row in self.rows]
+
+    def latex(self) -> str:
+        """A LaTeX ``tabular`` with the rules of the package booktabs."""
+        lines = [
+            [_latex(column.title) for column in self.columns],
+            *([_latex(text) for text in row] for row in self.texts()),
+        ]
+        head, *body = (f"{' & '.join(line)} \\\\" for line in lines)
+        kinds = "".join("r" if column.numeric else "l" for column in self.columns)
+        parts = [
+            f"\\begin{{tabular}}{{{kinds}}}",
+            "\\toprule",
+            head,
+            "\\midrule",
+            *body,
+            "\\bottomrule",
+            "\\end{tabular}",
+        ]
+        return "\n".join(parts) + "\n"
 
     def csv(self) -> str:
         """The headings and the unrounded values as CSV."""
@@ -72,6 +104,30 @@ class Table:
         values = [[cell.value for cell in row] for row in self.rows]
         csv.writer(text, lineterminator="\n").writerows([[column.title for column in self.columns], *values])
         return text.getvalue()
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "–": "--",
+    "…": r"\dots{}",
+    "−": "$-$",
+    "×": r"$\times$",
+    "≤": r"$\le$",
+    "ε": r"$\varepsilon$",
+    "δ": r"$\delta$",
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+}
+
+
+def _latex(text: str) -> str:
+    """The text with everything escaped that LaTeX would read as a command.
+
+    >>> _latex("top-k:keep=0.2 & 50 %")
+    'top-k:keep=0.2 \\\\& 50 \\\\%'
+    """
+    return "".join(_LATEX.get(character, character) for character in text)
 
 
 def attack_table(audit: Audit) -> Table:
@@ -83,7 +139,9 @@ def attack_table(audit: Audit) -> Table:
     columns = [
         Column("Defense", "What the client did to its update before sharing it.", numeric=False),
         Column("Attack", f"The attack that tried to rebuild the {unit} from the update.", numeric=False),
-        Column("Leaked", "Victims recovered, out of all victims attacked."),
+        Column(
+            "Leaked", "Victims recovered, out of all victims attacked, and the rules by which they count as leaked."
+        ),
         Column(
             primary.heading,
             f"Median over the victims with its 95 % interval. {primary.better.capitalize()} is closer to the original.",
@@ -100,16 +158,20 @@ def attack_table(audit: Audit) -> Table:
             optional=True,
         ),
         # If a command would make the metric available, its column is shown even if it is empty.
-        *(Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None) for m in others),
-        Column("MSE", "Mean squared error, averaged over the victims.", optional=True),
+        *(
+            Column(m.heading, f"Median over the victims. {m.summary}", optional=m.remedy is None, folded=True)
+            for m in others
+        ),
+        Column("MSE", "Mean squared error, averaged over the victims.", optional=True, folded=True),
         Column(
             "Bound",
             f"The lowest mean squared error that any attacker can reach on {unit}s smoothed by N(0, 0.1²), if a bound "
             f"is known. The attacked {unit}s are not smoothed.",
             optional=True,
+            folded=True,
         ),
-        Column("Label", "Share of the labels that the attacker had right, known or inferred."),
-        Column("Time", "Median time of the attack per victim."),
+        Column("Label", "Share of the labels that the attacker had right, known or inferred.", folded=True),
+        Column("Time", "Median time of the attack per victim.", folded=True),
     ]
 
     def cells(defense: str | None, attack: MethodId, result: Score) -> Iterator[Cell]:
@@ -128,6 +190,35 @@ def attack_table(audit: Audit) -> Table:
         yield _cell(result.seconds, seconds)
 
     return _table(columns, (cells(*pair, result) for pair, result in results.items()))
+
+
+def evidence_table(audit: Audit) -> Table:
+    """A row for each defense and attack: what the same victims show with and without the defense."""
+    columns = (
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Attack", "The attack in all its forms, plain and adaptive.", numeric=False),
+        Column("Undefended", "Victims that leaked without a defense, out of those attacked both ways."),
+        Column("Defended", "Victims of these that leaked under the defense, to any form of the attack."),
+        Column("p leaks", "How likely such a fall in leaks is by chance: McNemar's exact test, one-sided."),
+        Column(
+            "p score", f"How likely such a fall in {audit.primary.title} is by chance: sign test, one-sided, on pairs."
+        ),
+        Column("Adapted", "Whether a form of the attack made for this defense was tried.", numeric=False),
+        Column("Shows", "Whether this attack shows that the defense stops it.", numeric=False),
+    )
+
+    def cells(defense: str, found: Evidence) -> Iterator[Cell]:
+        yield Cell(defense, defense)
+        yield Cell(audit.short_name(MethodId(found.method)), found.method)
+        for count in (found.recovered, found.still_recovered):
+            yield Cell(f"{count} of {found.victims:,}", count / found.victims)
+        yield Cell(f"{found.leak_p:.2g}", found.leak_p)
+        yield Cell(f"{found.score_p:.2g}", found.score_p)
+        yield Cell("yes" if found.adapted else "no", found.adapted)
+        shows = "a leak" if found.still_recovered else "protection" if found.shown and found.adapted else "nothing"
+        yield Cell(shows, shows)
+
+    return _table(columns, (cells(spec, found) for spec in audit.real_defenses for found in evidence(audit, spec)))
 
 
 def utility_table(audit: Audit) -> Table:
@@ -303,8 +394,10 @@ def _range(metric: Metric, interval: Interval) -> str:
 
 
 def _leaked(result: Score) -> Cell:
+    """The count, with the rules that decided."""
     share = result.leaked / result.victims
-    return Cell(f"{result.leaked} of {result.victims:,}", share, leaked=result.leaked > 0)
+    rules = ", ".join(f"{count} by {rule}" for rule, count in sorted(result.rules.items()))
+    return Cell(f"{result.leaked} of {result.victims:,}", share, rules, leaked=result.leaked > 0)
 
 
 def _share(value: float | None) -> Cell:

@@ -26,10 +26,10 @@ def names(defenses: Sequence[str], limit: int = 6) -> str:
 def plural(count: int, noun: str) -> str:
     """A count with its noun.
 
-    >>> plural(1, "image"), plural(3, "image"), plural(2, "batch")
-    ('1 image', '3 images', '2 batches')
+    >>> plural(1, "image"), plural(3, "image"), plural(2, "batch"), plural(2, "pass")
+    ('1 image', '3 images', '2 batches', '2 passes')
     """
-    ending = "" if count == 1 else "es" if noun.endswith("ch") else "s"
+    ending = "" if count == 1 else "es" if noun.endswith(("ch", "s")) else "s"
     return f"{count:,} {noun}{ending}"
 
 

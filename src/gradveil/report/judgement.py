@@ -10,6 +10,8 @@ from statistics import fmean
 
 from gradveil.audit.rows import MethodId
 from gradveil.audit.store import resume_command
+from gradveil.metrics.identification import proportion
+from gradveil.report._evidence import adapted, lacking, stopped
 from gradveil.report._scores import Score, score
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.flags import Raised, raised
@@ -17,8 +19,6 @@ from gradveil.report.read import UNDEFENDED, Audit
 
 COSTLY_PMM = 0.8  # below this, "keeps" becomes "keeps only"
 MAX_SEPARATE = 3  # if there are more defenses than this, they share a sentence
-# Victims that must leak without a defense and not with it: five by chance have a probability of 2^-5 < 5 % (sign test).
-MIN_STOPPED = 5
 MIN_RIGHT_LABELS = 0.5  # share of right labels below which a defense may owe its success to the wrong ones
 
 
@@ -42,90 +42,60 @@ class Sentence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The raised flags, the headline (which begins with the undefended run), the second verdict and the caveats.
+    """The raised flags, the headline (which begins with the undefended run), two more verdicts and the caveats.
 
     Args:
         flags: the reasons not to rely on the audit.
         headline: what attackers rebuild.
         identification: whether they can tell whose data it was; empty if no game has been played.
-        caveats: what limits both verdicts.
+        labels: whether they read off the labels; empty if they were given them or there are no classes.
+        caveats: what limits these verdicts.
 
     Example:
-        >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), (), ()).lines()
+        >>> Verdict((), (Sentence("`idlg` recovers 4 of 4 images.", Outcome.FAILS),), (), (), ()).lines()
         ['idlg recovers 4 of 4 images.']
     """
 
     flags: tuple[Raised, ...]
     headline: tuple[Sentence, ...]
     identification: tuple[Sentence, ...]
+    labels: tuple[Sentence, ...]
     caveats: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """Everything as plain sentences for a terminal."""
         flags = [f"Flag {found.flag.name}: {found.text}" for found in self.flags]
         caveats = [f"Note: {caveat}" for caveat in self.caveats]
-        verdicts = [sentence.text for sentence in (*self.headline, *self.identification)]
+        verdicts = [sentence.text for sentence in (*self.headline, *self.identification, *self.labels)]
         return [text.replace("`", "") for text in [*flags, *verdicts, *caveats]]
 
 
 def judge(audit: Audit) -> Verdict:
     """Judge the audit."""
     headline = (_lead(audit), *_defense_sentences(audit))
-    return Verdict(tuple(raised(audit)), headline, tuple(_identification_sentences(audit)), tuple(_caveats(audit)))
+    return Verdict(
+        tuple(raised(audit)),
+        headline,
+        tuple(_identification_sentences(audit)),
+        tuple(_label_sentences(audit)),
+        tuple(_caveats(audit)),
+    )
 
 
 def outcome(audit: Audit, defense: str) -> Outcome:
     """What `defense` does, judged by the attacker who recovers the largest share of the victims.
 
-    A leak counts whichever attack causes it. That a defense stops an attack is shown only if the attack recovers at
-    least `MIN_STOPPED` victims undefended and has finished with all victims.
+    A leak counts whichever attack causes it. That a defense stops attacks is shown only as `_evidence.RULE` says, by
+    tests on the victims that all attacks have finished with, and by an attacker adapted to it.
     """
-    working = _working(audit)
-    if not working:
-        return Outcome.UNKNOWN
+    undefended = [score(audit, rows) for attack in audit.attacks if (rows := audit.without_defense(attack))]
     leaked = max((_share(result) for _, result in _results(audit, defense)), default=0.0)
     if leaked:
-        undefended = max(_share(score(audit, audit.without_defense(attack))) for attack in working)
-        return Outcome.WEAKENS if leaked < undefended else Outcome.FAILS
-    unfinished = {attack.spec for name, attack, _ in audit.missing_attempts() if name == defense}
-    if not unfinished.isdisjoint(_working_methods(audit)):
+        return Outcome.WEAKENS if leaked < max(map(_share, undefended), default=0.0) else Outcome.FAILS
+    unfinished = any(name in (defense, UNDEFENDED) for name, _, _ in audit.missing_attempts())
+    if not undefended or unfinished:
         return Outcome.UNKNOWN
-    return Outcome.STOPS if _stopped(audit, defense) else Outcome.NOT_SHOWN
-
-
-def _working(audit: Audit) -> list[MethodId]:
-    """The attacks that recover at least one victim undefended."""
-    return [attack for attack in audit.attacks if any(row.leaked for row in audit.without_defense(attack))]
-
-
-def _working_methods(audit: Audit) -> list[str]:
-    """The specs of the working attacks, without duplicates."""
-    return list(dict.fromkeys(attack.spec for attack in _working(audit)))
-
-
-def _stopped(audit: Audit, defense: str) -> list[str]:
-    """The methods that `defense` is shown to stop, provided that nothing leaks under it.
-
-    The victims are the same with and without the defense, so what counts is how many leak only without it.
-    """
-    stopped = []
-    for method in _working_methods(audit):
-        plain, adaptive = MethodId(method), MethodId(method, adaptive=True)
-        leaking = {row.victim for row in audit.without_defense(plain) if row.leaked}
-        attacked = {row.victim for row in audit.rows_of(defense, plain) + audit.rows_of(defense, adaptive)}
-        if len(leaking & attacked) >= MIN_STOPPED:
-            stopped.append(method)
-    return stopped
-
-
-def _adapted(audit: Audit, defense: str) -> list[str]:
-    """The working methods that were adapted to `defense`; only these show what an attacker who knows it recovers.
-
-    The generic adaptive attacker does not count, because it was not written for this defense.
-    """
-    if defense in audit.generic:
-        return []
-    return [method for method in _working_methods(audit) if audit.rows_of(defense, MethodId(method, adaptive=True))]
+    return Outcome.NOT_SHOWN if lacking(audit, defense) else Outcome.STOPS
 
 
 def _short_names(audit: Audit, methods: Sequence[str]) -> str:
@@ -174,8 +144,8 @@ def _lead(audit: Audit) -> Sentence:
 
 
 def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
-    """The defenses grouped by outcome; no sentence if no attack works, because then nothing follows."""
-    if not _working(audit):
+    """The defenses grouped by outcome; no sentence before the undefended attacks have rows."""
+    if not _results(audit, UNDEFENDED):
         return
     outcomes = {defense: outcome(audit, defense) for defense in audit.real_defenses}
     groups = {kind: [defense for defense in outcomes if outcomes[defense] is kind] for kind in Outcome}
@@ -193,16 +163,16 @@ def _defense_sentences(audit: Audit) -> Iterator[Sentence]:
 def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if len(defenses) <= MAX_SEPARATE:
         for defense in defenses:
-            attacks = _attack_phrase(audit, _stopped(audit, defense))
+            attacks = _attack_phrase(audit, stopped(audit, defense))
             yield f"`{defense}` stops {attacks}{_even_when_adapted(audit, defense)}{_cost(audit, defense)}."
         return
-    stopped = [_stopped(audit, defense) for defense in defenses]
-    attacks = _attack_phrase(audit, [method for method in stopped[0] if all(method in methods for methods in stopped)])
-    adapted = [defense for defense in defenses if _adapted(audit, defense) == _stopped(audit, defense)]
+    each = [stopped(audit, defense) for defense in defenses]
+    attacks = _attack_phrase(audit, [method for method in each[0] if all(method in methods for methods in each)])
+    full = [defense for defense in defenses if adapted(audit, defense) == stopped(audit, defense)]
     kept = {name: pmm for name in defenses if name in audit.utility and (pmm := audit.utility[name].pmm) is not None}
     text = f"{names(defenses)} stop {attacks}"
-    if adapted:
-        text += ", even when adapted to them" if adapted == defenses else f" ({names(adapted)} even when adapted)"
+    if full:
+        text += ", even when adapted to them" if full == defenses else f" ({names(full)} even when adapted)"
     if kept:
         best, worst = max(kept, key=kept.__getitem__), min(kept, key=kept.__getitem__)
         text += (
@@ -213,14 +183,14 @@ def _stopping(audit: Audit, defenses: list[str]) -> Iterator[str]:
 
 
 def _not_showing(audit: Audit, defenses: list[str]) -> Iterator[str]:
-    if not defenses:
-        return
-    most = max((score(audit, audit.without_defense(attack)) for attack in _working(audit)), key=_share)
-    yield (
-        f"{names(defenses)}: protection is not shown. Nothing is recovered, but even without a defense the best attack "
-        f"recovers only {most.leaked} of {_victims(audit, most.victims)}, and {MIN_STOPPED} are needed to tell "
-        "protection from luck. A stronger attack (`--budget thorough`) or more `--victims` could show it."
-    )
+    by_reason: dict[tuple[str, ...], list[str]] = {}
+    for defense in defenses:
+        by_reason.setdefault(tuple(lacking(audit, defense)), []).append(defense)
+    for reasons, alike in by_reason.items():
+        yield (
+            f"{names(alike)}: protection is not shown. Nothing is recovered, but that proves nothing yet. What would "
+            f"show it: {'; and '.join(reasons)}."
+        )
 
 
 def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
@@ -304,6 +274,93 @@ def _identification_sentences(audit: Audit) -> Iterator[Sentence]:
         )
 
 
+@dataclass(frozen=True)
+class LabelLeak:
+    """How many labels an attacker inferred from the updates under a defense.
+
+    Args:
+        right: labels that it got right.
+        labels: labels behind the updates.
+        low, high: the 95 % interval of that share (Clopper and Pearson).
+        chance: the share that always naming the most frequent class of the training data gets right.
+
+    Example:
+        >>> LabelLeak(8, 8, 0.63, 1.0, chance=0.11).share
+        1.0
+    """
+
+    right: int
+    labels: int
+    low: float
+    high: float
+    chance: float
+
+    @property
+    def share(self) -> float:
+        """The share of the labels that is right."""
+        return self.right / self.labels
+
+    @property
+    def leaks(self) -> bool:
+        """Whether more labels are right than by chance."""
+        return self.low > self.chance
+
+
+def label_leak(audit: Audit, defense: str) -> LabelLeak | None:
+    """The labels that the best attacker inferred under `defense`; None if none had to or could."""
+    chance = audit.config["largest_class"]
+    if audit.config["labels"] == "known" or chance is None:
+        return None
+    counts = []
+    for attack in audit.attacks:
+        shares = [row.label_correct for row in audit.rows_of(defense, attack) if row.label_correct is not None]
+        counts.append((round(sum(shares) * audit.examples), len(shares) * audit.examples))
+    right, labels = max(counts, key=lambda count: (count[0] / max(count[1], 1), count[1]), default=(0, 0))
+    if not labels:
+        return None
+    share = proportion(right, labels)
+    return LabelLeak(right, labels, share.low, share.high, chance)
+
+
+def label_outcome(audit: Audit, defense: str) -> Outcome:
+    """Whether the labels leak under `defense`.
+
+    It is never shown that they do not: attackers infer them by one rule, which nobody has adapted to the defense.
+    """
+    found, undefended = label_leak(audit, defense), label_leak(audit, UNDEFENDED)
+    if found is None or undefended is None:
+        return Outcome.UNKNOWN
+    if not found.leaks:
+        return Outcome.NOT_SHOWN
+    return Outcome.WEAKENS if found.high < undefended.low else Outcome.FAILS
+
+
+def _label_sentences(audit: Audit) -> Iterator[Sentence]:
+    """The third verdict: the labels, which are a leak of their own if the class is a diagnosis."""
+    undefended = label_leak(audit, UNDEFENDED)
+    if undefended is None:
+        return
+    every = "Every label is read off" if undefended.right == undefended.labels else "Labels are read off"
+    what = f"{undefended.right} of {plural(undefended.labels, 'label')} inferred from the updates"
+    text = f"{every if undefended.leaks else 'Labels'}: {what} without a defense (chance {percent(undefended.chance)})."
+    yield Sentence(text, Outcome.FAILS if undefended.leaks else Outcome.UNKNOWN)
+    by_text: dict[tuple[Outcome, str], list[str]] = {}
+    for defense in audit.real_defenses:
+        found = label_leak(audit, defense)
+        if found is None:
+            continue
+        count = f"{found.right} of {plural(found.labels, 'label')} inferred from the updates"
+        if found.right == found.labels and found.leaks:
+            words = f"every label is read off: {count}"
+        elif found.leaks:
+            words = f"labels are read off: {count}"
+        else:
+            words = f"not shown to hide labels: {count}, no more than by chance, by a rule not made for the defense"
+        by_text.setdefault((label_outcome(audit, defense), words), []).append(defense)
+    for (kind, words), defenses in by_text.items():
+        yield Sentence(f"{names(defenses)}: {words}.", kind)
+
+
 def _unaware_attackers(audit: Audit, defense: str, attack: MethodId, result: Score) -> str:
     """What attackers who do not know the defense recover, if that is less than `result`."""
     if not attack.adaptive:
@@ -317,17 +374,15 @@ def _unaware_attackers(audit: Audit, defense: str, attack: MethodId, result: Sco
 
 def _even_when_adapted(audit: Audit, defense: str) -> str:
     """Says which of the attacks that `defense` stops were adapted to it; follows the names of the stopped attacks."""
-    stopped = _stopped(audit, defense)
-    adapted = [method for method in _adapted(audit, defense) if method in stopped]
-    if not adapted:
-        return ""
-    return f", {'' if adapted == stopped else _short_names(audit, adapted) + ' '}even when adapted to it"
+    methods = stopped(audit, defense)
+    tried = [method for method in adapted(audit, defense) if method in methods]
+    return f", {'' if tried == methods else _short_names(audit, tried) + ' '}even when adapted to it" if tried else ""
 
 
-def _attack_phrase(audit: Audit, stopped: Sequence[str]) -> str:
-    if len(stopped) < len(audit.methods):
-        return _short_names(audit, stopped)
-    return {1: "the attack", 2: "both attacks"}.get(len(stopped), f"all {len(stopped)} attacks")
+def _attack_phrase(audit: Audit, methods: Sequence[str]) -> str:
+    if len(methods) < len(audit.methods):
+        return _short_names(audit, methods)
+    return {1: "the attack", 2: "both attacks"}.get(len(methods), f"all {len(methods)} attacks")
 
 
 def _cost(audit: Audit, defense: str) -> str:
@@ -385,18 +440,20 @@ def _attack_caveats(audit: Audit) -> Iterator[str]:
     generic = [defense for defense in stopping if defense in audit.generic]
     if generic:
         yield (
-            f"{names(generic)}: of adaptive attackers, only the generic one was tried, which averages over simulated "
-            "draws; an attacker written for the defense may recover more."
+            f"{names(generic)}: only the generic adaptive attacker was tried, which averages over simulated draws, and "
+            f"attackers who learned from such draws ({_short_names(audit, audit.simulating)}); an attacker written for "
+            "the defense may recover more."
         )
     by_adapted: dict[tuple[str, ...], list[str]] = {}
     for defense in [defense for defense in stopping if defense not in generic]:
-        by_adapted.setdefault(tuple(_adapted(audit, defense)), []).append(defense)
+        by_adapted.setdefault(tuple(adapted(audit, defense)), []).append(defense)
     for methods, defenses in by_adapted.items():
-        if len(methods) < len(_working_methods(audit)):
-            subject = f"only {_short_names(audit, methods)}" if methods else "no attack that works here"
+        if any(set(stopped(audit, defense)) - set(methods) for defense in defenses):
             verb = "were" if len(methods) > 1 else "was"
-            others = "other attackers" if methods else "attackers"
-            yield f"{names(defenses)}: {subject} {verb} adapted to the defense; {others} who know it may recover more."
+            yield (
+                f"{names(defenses)}: only {_short_names(audit, methods)} {verb} adapted to the defense; other "
+                "attackers who know it may recover more."
+            )
     misled = [defense for defense in stopping if _labels_right(audit, defense) < MIN_RIGHT_LABELS]
     if misled:
         yield (
@@ -429,7 +486,7 @@ def _blind_caveats(audit: Audit) -> Iterator[str]:
     if not audit.blind:
         yield "The blind-guess rows are missing, so it is unknown what anyone could guess without a gradient."
         return
-    reaching = [row for row in audit.blind if audit.modality.leaked(row.scores, blind=None)]
+    reaching = [row for row in audit.blind if audit.modality.leak_rule(row.scores, blind=None)]
     if reaching:
         modality, median = audit.modality, audit.primary.with_unit(score(audit, audit.blind).median)
         margin = (

@@ -10,13 +10,17 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradveil.core.folders import replace_file
+from gradveil.report._evidence import RULE
 from gradveil.report._gallery import figures, victim_names
+from gradveil.report._glossary import glossary
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Line, Point, Scale, layout, pareto
 from gradveil.report._scores import as_closeness, score, strongest
+from gradveil.report._subject import attacked, untested
 from gradveil.report._tables import (
     Table,
     attack_table,
+    evidence_table,
     identification_table,
     match_table,
     price,
@@ -25,13 +29,14 @@ from gradveil.report._tables import (
     utility_table,
 )
 from gradveil.report._text import percent
+from gradveil.report.export import write_tables
 from gradveil.report.flags import Raised, flags_for, raised
 from gradveil.report.judgement import judge
 from gradveil.report.read import UNDEFENDED, Audit, read
 
 
 def write(source: Path | Audit) -> Path:
-    """Write `report.html` and `overview.png` into an audit folder, finished or not.
+    """Write `report.html`, `overview.png` and the tables, as CSV and LaTeX, into an audit folder, finished or not.
 
     Reads `config.json`, `results.jsonl`, `utility.jsonl` and `images/`. What is missing is named on the page.
 
@@ -44,6 +49,7 @@ def write(source: Path | Audit) -> Path:
     audit = _audit(source)
     page = render(audit).encode()
     write_overview(audit)
+    write_tables(audit)
     return replace_file(audit.folder / "report.html", [page])
 
 
@@ -77,6 +83,14 @@ def render(audit: Audit) -> str:
         lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
     chart = partial(layout, points, lines, Scale(10 * primary.noticeable or 0.1, primary.closeness(1)))
     shown = figures(audit)
+    tables = {
+        "attacks": attack_table(audit),
+        "evidence": evidence_table(audit),
+        "identification": identification_table(audit),
+        "utility": utility_table(audit),
+        "ranking": ranking(audit),
+        "matches": match_table(audit),
+    }
     return fill_template(
         "page.html.j2",
         audit=audit,
@@ -84,11 +98,11 @@ def render(audit: Audit) -> str:
         figures=shown,
         victim_names=victim_names(audit),
         absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
-        attacks=attack_table(audit),
-        identification=identification_table(audit),
-        utility=utility_table(audit),
-        ranking=ranking(audit),
-        matches=match_table(audit),
+        **tables,
+        glossary=glossary(audit, tables.values()),
+        stop_rule=RULE,
+        attacked=attacked(audit),
+        untested=untested(audit),
         price=_price(audit),
         flags=flags_for(audit.modality, audit.metrics),
         axis=axis,
@@ -194,7 +208,7 @@ def _price(audit: Audit) -> dict[str, str] | None:
 
 def _facts(audit: Audit) -> list[tuple[str, str]]:
     """All settings except the command and the methods, which the page shows elsewhere."""
-    shown_elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "learned", "caveats"}
+    shown_elsewhere = {"command", "defenses", "attacks", "adapted", "generic", "learned", "simulating", "caveats"}
     return [(key.replace("_", " "), _words(value)) for key, value in audit.config.items() if key not in shown_elsewhere]
 
 

@@ -31,6 +31,7 @@ class Audit:
         expected: the pairs of defense and attack that the audit is to run.
         generic: the defenses that have no adaptive attacker of their own, only the generic one.
         learned: the specs of the attacks that learned from public examples.
+        simulating: the specs of the attacks whose adaptive form learned from simulated draws of the very defense.
         caveats: the specs of the methods that declare each caveat, by its text.
         victims: how many victims there are.
         examples: how many examples are behind each victim's update.
@@ -53,6 +54,7 @@ class Audit:
     expected: tuple[tuple[str, MethodId], ...]
     generic: frozenset[str]
     learned: tuple[str, ...]
+    simulating: tuple[str, ...]
     caveats: Mapping[str, list[str]]
     victims: int
     examples: int
@@ -144,6 +146,7 @@ def read(folder: Path) -> Audit:
         expected=tuple(_expected(config, defenses)),
         generic=frozenset(spec for requested, spec in defenses.items() if requested in config["generic"]),
         learned=tuple(config["learned"]),
+        simulating=tuple(config["simulating"]),
         caveats=_caveats(config, defenses),
         victims=config["victims"],
         examples=config["batch_size"] * config["aggregated"],
