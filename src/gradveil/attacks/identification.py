@@ -175,6 +175,7 @@ class _Comparison:
         """The scores of all victims, and what the fit costs each."""
         knowledge, victims = variant.knowledge, range(self.problem.victims)
         parts = []
+        fits: Fit | None = None
         for group in [[victim] for victim in victims] if variant.by_victim else [list(victims)]:
             updates = [self._updates(victim) for victim in group]
             clients = self._clients(variant, updates[0])
@@ -184,7 +185,10 @@ class _Comparison:
                 targets = targets - self._row(offset)
             noise = torch.tensor([_noise(knowledge, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
             model = _Model(rows, self.share, weighted_gram(rows))
-            fits = model.fit(targets, noise)
+            if fits is None:
+                fits = model.fit(targets, noise)
+            else:  # one victim after another, each with a table of its own: the last one's penalty is a good guess
+                fits = model.fit_near(targets, noise, fits, refine=knowledge.read is None)
             if knowledge.read is None:
                 parts.append((model.scores(self.attack.form, targets, fits), fits.cost))
                 steps.add(len(group))
