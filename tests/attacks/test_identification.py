@@ -6,7 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil import metrics
-from gradveil.attacks._ridge import DualRidge, weighted_gram, weighted_products
+from gradveil.attacks._ridge import DualRidge, WeightedGrams, weighted_gram, weighted_products
 from gradveil.core.errors import InputError, ThreatModelError
 
 COUNT = 24
@@ -67,7 +67,7 @@ class TestRidge:
             covariance = signal * (centred.T @ centred + penalty * torch.eye(40, dtype=torch.float64))
             return covariance.logdet() + target @ torch.linalg.solve(covariance, target)
 
-        penalties = [float(ridge.largest) * 10 ** (-12 + number / 4) for number in range(61)]
+        penalties = [float(ridge.decomposition[0][-1]) * 10 ** (-12 + number / 4) for number in range(61)]
         found = {}
         for penalty in penalties[20:]:
             length = target @ torch.linalg.solve(centred.T @ centred + penalty * torch.eye(40), target)
@@ -92,6 +92,35 @@ class TestRidge:
         weights = torch.rand(40, generator=seeded(3), dtype=torch.float64)
         torch.testing.assert_close(weighted_gram(rows, weights), (rows * weights.sqrt()) @ (rows * weights.sqrt()).T)
         torch.testing.assert_close(weighted_products(rows, rows, weights), weighted_gram(rows, weights))
+
+    def test_gram_matrices_follow_the_weights(self):
+        """Each is computed from another one; against the matrix itself."""
+        rows = torch.randn(150, 60, generator=seeded())
+        grams, weights = WeightedGrams(rows), torch.ones(60)
+        for changes in (0, 3, 30, 57, 5):
+            weights = weights.clone()
+            weights[torch.randperm(60, generator=seeded(changes))[:changes]] *= 0.5 if changes == 3 else 0
+            expected = (rows.double() * weights) @ rows.double().T
+            torch.testing.assert_close(grams.under(weights), expected, rtol=1e-12, atol=1e-12)
+
+    @pytest.mark.parametrize("noise", [0.0, 1e-3, 1.0])
+    @pytest.mark.parametrize("begin", [1e-9, 1.0, 1e9])
+    def test_a_search_nearby_finds_what_the_whole_grid_finds(self, noise, begin, monkeypatch):
+        rows = torch.randn(30, 400, generator=seeded(), dtype=torch.float64)
+        update = (rows[0] + rows[3]) / 2 + noise * torch.randn(400, generator=seeded(1), dtype=torch.float64)
+        products, squares, least = weighted_products(rows, update[None]), update.square().sum()[None], torch.zeros(1)
+        ridge = DualRidge(weighted_gram(rows), 400)
+        slow = ridge.fit(products, squares, share=0.5)
+        fast = ridge.near(products, squares, torch.tensor([begin]), share=0.5, least_noise=least)
+        assert sorted(fast.ratios[0].topk(2).indices.tolist()) == [0, 3]
+        if not noise:  # the least penalty is the best
+            return
+        assert float(fast.cost) == pytest.approx(float(slow.cost), abs=2)
+        assert abs(float((fast.penalty / slow.penalty).log10())) <= 0.25
+        monkeypatch.setattr("gradveil.attacks._ridge._RATIOS", fast.penalty / ridge.decomposition[0][-1])
+        same = ridge.fit(products, squares, share=0.5)
+        for field in ("cost", "coefficients", "of_mean", "ratios"):
+            torch.testing.assert_close(getattr(fast, field), getattr(same, field), rtol=1e-4, atol=1e-6, msg=field)
 
 
 @pytest.mark.parametrize("form", ["ridge", "likelihood"])

@@ -270,6 +270,19 @@ def test_every_defense_has_a_point_in_both_charts(make_audit):
     assert len(page.all("title")) == 1 + len(labels)
 
 
+def test_games_have_a_chart_of_their_own(make_audit):
+    draft = make_audit()
+    draft.identify("none", 100, auc=1.0)
+    draft.identify("gaussian-noise", 40)
+    draft.identify("gaussian-noise", 60, adaptive=True)
+    page = page_of(draft)
+    details = [a["data-detail"] for _, a in page.tags if "candidates" in a.get("data-detail", "")]
+    assert len(details) == 2 * 2  # a wide and a narrow chart
+    assert "the client's image is named in 60 % of 100 updates (50 to 70 %), 200 candidates; accuracy" in details[1]
+    assert "updates in which the client's image is named, %" in page.text
+    assert re.search(r"because the games or the training is missing: .*top-k:keep=0.2", page.text)
+
+
 def test_a_defense_without_cost_is_named_below_the_chart(make_audit):
     draft = make_audit()
     draft.utility = [row for row in draft.utility if row["defense"] != "top-k"]

@@ -1,14 +1,14 @@
 """Identification: which of some candidates did the client train on?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks._adaptive import expectation
 from gradveil.attacks._candidates import CandidateClients, ChosenValues, with_fixed_norms
-from gradveil.attacks._ridge import DualRidge, Fit, weighted_gram, weighted_products
+from gradveil.attacks._ridge import DualRidge, Fit, WeightedGrams, weighted_gram, weighted_products
 from gradveil.attacks._simulation import Steps
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Identification
@@ -175,6 +175,7 @@ class _Comparison:
         """The scores of all victims, and what the fit costs each."""
         knowledge, victims = variant.knowledge, range(self.problem.victims)
         parts = []
+        fits: Fit | None = None
         for group in [[victim] for victim in victims] if variant.by_victim else [list(victims)]:
             updates = [self._updates(victim) for victim in group]
             clients = self._clients(variant, updates[0])
@@ -183,15 +184,19 @@ class _Comparison:
             if (offset := clients.offset()) is not None:
                 targets = targets - self._row(offset)
             noise = torch.tensor([_noise(knowledge, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
-            model = _Model(rows, self.share)
-            fits = model.fit(targets, noise)
+            model = _Model(rows, self.share, weighted_gram(rows))
+            if fits is None:
+                fits = model.fit(targets, noise)
+            else:  # one victim after another, each with a table of its own: the last one's penalty is a good guess
+                fits = model.fit_near(targets, noise, fits, refine=knowledge.read is None)
             if knowledge.read is None:
                 parts.append((model.scores(self.attack.form, targets, fits), fits.cost))
                 steps.add(len(group))
                 continue
+            grams = WeightedGrams(rows, model.gram)
             for place, rounds in enumerate(updates):
                 fit = _one(fits, place)
-                parts.append(self._read(knowledge, clients, rows, rounds, fit, noise[place : place + 1]))
+                parts.append(self._read(knowledge, clients, grams, rounds, fit, noise[place : place + 1]))
                 steps.add(1)
         scores = torch.cat([scores for scores, _ in parts])[:, : self.count]
         return scores, torch.cat([cost for _, cost in parts])
@@ -200,16 +205,16 @@ class _Comparison:
         self,
         knowledge: Knowledge,
         clients: CandidateClients,
-        rows: Tensor,
+        grams: WeightedGrams,
         rounds: Sequence[Gradients],
         fit: Fit,
         noise: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Read what the update says, given what is fitted; fit that, and read again."""
         assert knowledge.read is not None
-        offset = clients.offset()
-        scores, previous = torch.empty(0), torch.empty(0)
-        for _ in range(self.attack.passes):
+        offset, rows = clients.offset(), grams.rows
+        model, previous = None, torch.empty(0)
+        for number in range(1, self.attack.passes + 1):
             expected = self._fitted(clients, rows, fit)
             if offset is not None:
                 expected = [{n: e[n] + zero[n] for n in e} for e, zero in zip(expected, offset, strict=True)]
@@ -218,14 +223,16 @@ class _Comparison:
             if offset is not None:
                 targets = targets - self._row(offset)
             weights = self._row([weights for _, weights in evidence])
-            said = torch.cat([targets[0] * weights, weights])
-            if torch.equal(said, previous):
+            said, used = torch.cat([targets[0] * weights, weights]), weights > 0
+            settled = torch.equal(said, previous)
+            if model is None or not settled:
+                model, previous = _Model(rows[:, used], self.share, grams.under(weights), weights[used]), said
+            if settled or number == self.attack.passes:
                 break
-            previous, used = said, weights > 0
-            model = _Model(rows[:, used], self.share, weights[used])
-            fit = model.fit(targets[:, used], noise)
-            scores = model.scores(self.attack.form, targets[:, used], fit)
-        return scores, fit.cost
+            fit = model.fit_near(targets[:, used], noise, fit, refine=False)
+        assert model is not None
+        fit = model.fit_near(targets[:, used], noise, fit, refine=True)
+        return model.scores(self.attack.form, targets[:, used], fit), fit.cost
 
     def _fitted(self, clients: CandidateClients, rows: Tensor, fit: Fit) -> list[Gradients]:
         """What the fit says that was sent in each round, before the defense's randomness."""
@@ -284,21 +291,27 @@ class _Model:
     Args:
         rows: ``[candidates, values]``.
         share: the weight with which a member is part of the update.
+        gram: ``[candidates, candidates]``, the inner products of the rows.
         weights: ``[values]``, how much each value counts; None: all count alike.
     """
 
-    def __init__(self, rows: Tensor, share: float, weights: Tensor | None = None) -> None:
-        self.rows, self.share, self.weights = rows, share, weights
-        self.gram = weighted_gram(rows, weights)
-        self.ridge = DualRidge(self.gram, rows.shape[1])
+    def __init__(self, rows: Tensor, share: float, gram: Tensor, weights: Tensor | None = None) -> None:
+        self.rows, self.share, self.gram, self.weights = rows, share, gram, weights
+        self.ridge = DualRidge(gram, rows.shape[1])
 
     def fit(self, targets: Tensor, noise: Tensor) -> Fit:
         """Fit updates ``[updates, values]`` with known variances of noise ``[updates]``."""
+        return self.ridge.fit(*self._products(targets), share=self.share, least_noise=noise)
+
+    def fit_near(self, targets: Tensor, noise: Tensor, fit: Fit, *, refine: bool) -> Fit:
+        """Fit one update that is similar to one that was fitted, see `DualRidge.near`."""
+        products, squares = self._products(targets)
+        return self.ridge.near(products, squares, fit.penalty, share=self.share, least_noise=noise, refine=refine)
+
+    def _products(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         squares = targets.double().square()
         squares = (squares if self.weights is None else squares * self.weights).sum(1)
-        return self.ridge.fit(
-            weighted_products(self.rows, targets, self.weights), squares, share=self.share, least_noise=noise
-        )
+        return weighted_products(self.rows, targets, self.weights), squares
 
     def scores(self, form: str, targets: Tensor, fit: Fit) -> Tensor:
         """The scores ``[updates, candidates]`` of one of the `FORMS`."""
@@ -341,5 +354,4 @@ def _completed(evidence: Evidence, expected: Gradients) -> tuple[Gradients, Grad
 
 def _one(fits: Fit, place: int) -> Fit:
     """The fit of one update out of several."""
-    here = slice(place, place + 1)
-    return Fit(fits.coefficients[here], fits.of_mean[here], fits.ratios[here], fits.cost[here])
+    return Fit(*(getattr(fits, field.name)[place : place + 1] for field in fields(Fit)))

@@ -27,8 +27,7 @@ for (const table of document.querySelectorAll("table.sortable")) {
   });
 }
 
-const charts = document.querySelector(".charts");
-if (charts) {
+for (const charts of document.querySelectorAll(".charts")) {
   const tip = charts.querySelector(".tip");
   const hide = () => { tip.hidden = true; };
   const show = (point) => {

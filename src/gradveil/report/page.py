@@ -1,7 +1,8 @@
 """report.html: everything about an audit in a single file that opens offline."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from gradveil.report._evidence import RULE
 from gradveil.report._gallery import figures, victim_names
 from gradveil.report._glossary import glossary
 from gradveil.report._picture import write_overview
-from gradveil.report._scatter import Line, Point, Scale, layout, pareto
+from gradveil.report._scatter import Chart, Line, Point, Scale, layout, pareto
 from gradveil.report._scores import as_closeness, score, strongest
 from gradveil.report._subject import attacked, untested
 from gradveil.report._tables import (
@@ -74,14 +75,6 @@ def _audit(source: Path | Audit) -> Audit:
 
 def render(audit: Audit) -> str:
     """The page as text."""
-    points, not_shown, axis = _points(audit)
-    primary, threshold = audit.primary, audit.modality.threshold
-    lines = []
-    if threshold is not None:
-        lines.append(Line(f"{threshold:g} {primary.unit}".rstrip() + " threshold", primary.closeness(threshold)))
-    if audit.blind:
-        lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
-    chart = partial(layout, points, lines, Scale(10 * primary.noticeable or 0.1, primary.closeness(1)))
     shown = figures(audit)
     tables = {
         "attacks": attack_table(audit),
@@ -105,14 +98,12 @@ def render(audit: Audit) -> str:
         untested=untested(audit),
         price=_price(audit),
         flags=flags_for(audit.modality, audit.metrics),
-        axis=axis,
-        charts={"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)} if points else {},
-        not_shown=not_shown,
+        trade_offs=[by_reconstruction(audit), *([by_identification(audit)] if audit.identified else [])],
         facts=_facts(audit),
         candidates=max((row.candidates for rows in audit.identified.values() for row in rows), default=0),
         modality=audit.modality,
         unit=audit.modality.unit,
-        primary=primary,
+        primary=audit.primary,
     )
 
 
@@ -149,23 +140,40 @@ def _polyline(history: Sequence[float]) -> str:
     )
 
 
-def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
-    """Points for the defenses that have both a cost and an attack, the names of the others, and what x is."""
-    shown = {
-        defense: (*best, audit.utility[defense])
-        for defense in audit.defenses
-        if (best := strongest(audit, defense)) and defense in audit.utility
-    }
-    relative = all(utility.pmm is not None for _, _, utility in shown.values())
+@dataclass(frozen=True)
+class TradeOff:
+    """Privacy against utility, by one measure of privacy.
+
+    Args:
+        by: the measure, one word.
+        charts: the same chart for wide and for narrow screens; empty if there are no points.
+        x: what is further right.
+        y: what is higher, with its unit.
+        not_shown: defenses of which the cost or the measure is missing.
+    """
+
+    by: str
+    charts: Mapping[str, Chart]
+    x: str
+    y: str
+    not_shown: Sequence[str]
+
+
+def by_reconstruction(audit: Audit) -> TradeOff:
+    """What the strongest attack recovers, against the accuracy that the defense keeps."""
+    primary, threshold, x = audit.primary, audit.modality.threshold, _utility_axis(audit)
+    lines = []
+    if threshold is not None:
+        lines.append(Line(f"{threshold:g} {primary.unit}".rstrip() + " threshold", primary.closeness(threshold)))
+    if audit.blind:
+        lines.append(Line("blind guess", primary.closeness(score(audit, audit.blind).median)))
     points = []
-    for defense, (attack, result, utility) in shown.items():
+    for defense in audit.defenses:
+        if not (best := strongest(audit, defense)) or defense not in audit.utility:
+            continue
+        attack, result = best
+        interval = result.interval
         leaked = any(row.leaked for row in audit.attempts if row.defense_spec == defense)
-        kept = (
-            ""
-            if utility.pmm is None or defense == UNDEFENDED
-            else f", {percent(utility.pmm)} of the undefended accuracy"
-        )
-        primary, interval = audit.primary, result.interval
         interval_text = (
             f" ({primary.without_unit(interval.low)} to {primary.without_unit(interval.high)})"
             if interval.known
@@ -173,15 +181,61 @@ def _points(audit: Audit) -> tuple[list[Point], list[str], str]:
         )
         detail = (
             f"strongest attack: {audit.short_name(attack)}, median {primary.with_unit(result.median)}{interval_text}, "
-            f"{'something leaked' if leaked else 'nothing leaked'}; "
-            f"accuracy {percent(utility.accuracy)}{kept}"
+            f"{'something leaked' if leaked else 'nothing leaked'}; {_kept(audit, defense)}"
         )
-        x = utility.pmm if relative and utility.pmm is not None else utility.accuracy
         y = as_closeness(audit, interval)
         y_interval = (y.low, y.high) if interval.known else None
-        points.append(Point(defense, x, y.estimate, leaked, detail, family(defense), y_interval))
-    not_shown = [defense for defense in audit.defenses if defense not in shown]
-    return pareto(points), not_shown, "PMM" if relative else "accuracy"
+        at = _utility(audit, defense, x)
+        points.append(Point(defense, at, y.estimate, leaked, detail, family(defense), y_interval))
+    unit = f", {primary.unit}" if primary.unit else ""
+    title = f"{primary.title} of the strongest attack{unit} {'→' if primary.better == 'higher' else '←'}"
+    scale = Scale(10 * primary.noticeable or 0.1, primary.closeness(1))
+    return _trade_off(audit, "reconstruction", points, lines, scale, x, title)
+
+
+def by_identification(audit: Audit) -> TradeOff:
+    """How often the strongest attacker names the client's example, against the accuracy that the defense keeps."""
+    x, unit, points = _utility_axis(audit), audit.modality.unit, []
+    for defense in audit.defenses:
+        row = audit.most_identified(defense)
+        if row is None or defense not in audit.utility:
+            continue
+        low, high = 100 * row.named_low, 100 * row.named_high
+        detail = (
+            f"the client's {unit} is named in {percent(row.share)} of {row.games:,} updates "
+            f"({low:.0f} to {high:.0f} %), {row.candidates:,} candidates; {_kept(audit, defense)}"
+        )
+        above_chance = row.named_low > row.chance
+        at = _utility(audit, defense, x)
+        points.append(Point(defense, at, 100 * row.share, above_chance, detail, family(defense), (low, high)))
+    chance = max(row.chance for rows in audit.identified.values() for row in rows)
+    title = f"updates in which the client's {unit} is named, % →"
+    return _trade_off(audit, "identification", points, [Line("chance", 100 * chance)], Scale(10.0), x, title)
+
+
+def _trade_off(
+    audit: Audit, by: str, points: Sequence[Point], lines: Sequence[Line], scale: Scale, x: str, y: str
+) -> TradeOff:
+    chart = partial(layout, pareto(points), lines, scale)
+    charts = {"wide": chart(width=900, numbered=False), "narrow": chart(width=350, numbered=True)} if points else {}
+    shown = {point.label for point in points}
+    return TradeOff(by, charts, x, y, [defense for defense in audit.defenses if defense not in shown])
+
+
+def _utility_axis(audit: Audit) -> str:
+    """What is kept of the undefended accuracy, if that is known of all defenses; otherwise the accuracy."""
+    return "PMM" if all(row.pmm is not None for row in audit.utility.values()) else "accuracy"
+
+
+def _utility(audit: Audit, defense: str, axis: str) -> float:
+    row = audit.utility[defense]
+    return row.pmm if axis == "PMM" and row.pmm is not None else row.accuracy
+
+
+def _kept(audit: Audit, defense: str) -> str:
+    row = audit.utility[defense]
+    kept = "" if row.pmm is None or defense == UNDEFENDED else f", {percent(row.pmm)} of the undefended accuracy"
+    return f"accuracy {percent(row.accuracy)}{kept}"
 
 
 def family(defense: str) -> str:
