@@ -399,6 +399,7 @@ def test_the_page_says_what_was_attacked_and_what_was_not_tested(make_audit):
         "local_batch": 2,
         "observed_rounds": 3,
         "labels": "known",
+        "weights_accuracy": 0.91,
         "modes": {"batch norm": "train", "dropout": "inference"},
         "learned": draft.config["attacks"][:1],
     }
