@@ -237,7 +237,7 @@ def test_a_piece_that_ends_at_once_is_timed_whole():
     plan = estimated([Piece("training", "none")], lambda *_: time.sleep(0.05), None, device="cpu")
     assert 0.05 <= plan.seconds[0] < 5
     assert plan.workers == 1
-    assert plan.memory > 10**7
+    assert plan.memory > 10**7 or sys.platform != "linux"
 
 
 def test_what_is_learned_once_is_counted_once():

@@ -17,6 +17,7 @@ from filelock import FileLock
 import gradveil
 from gradveil import data, models
 from gradveil.audit.store import resume_command
+from gradveil.cli._console import ProgressLines
 from gradveil.federation.job import PUBLIC_SAMPLES
 
 QUICK_AUDIT = (
@@ -151,6 +152,51 @@ def test_without_out_equal_audits_share_a_folder(gradveil_command, tmp_path, mon
     assert gradveil_command(*QUICK_AUDIT, "--resume")[0] == 0
     assert gradveil_command(*QUICK_AUDIT, "--resume", "--seed", 1)[0] == 0
     assert len(list((tmp_path / "audits").iterdir())) == 2
+
+
+def test_audit_resumes_only_where_there_is_an_audit(gradveil_command, tmp_path):
+    code, _, err = gradveil_command(*QUICK_AUDIT, "--resume", "--out", tmp_path / "none")
+    assert code == 2
+    assert f"--resume continues the audit in {tmp_path / 'none'}, which holds none; leave --resume out" in err
+    assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_a_dry_run_lists_what_is_missing_and_writes_nothing(gradveil_command, tmp_path):
+    folder = tmp_path / "out"
+    code, out, _ = gradveil_command(*QUICK_AUDIT, "--dry-run", "--out", folder)
+    assert code == 0
+    assert "training under none" in out
+    assert "in one process, about" in out
+    assert not folder.exists()
+    code, out, _ = gradveil_command(*QUICK_AUDIT, "--dry-run", "--workers", 2, "--json", "--out", folder)
+    planned = json.loads(out)
+    assert planned["workers"] == 2
+    assert planned["seconds"] > 0
+    assert {"idlg against none", "training under none"} <= {piece["what"] for piece in planned["pieces"]}
+    assert gradveil_command(*QUICK_AUDIT, "--out", folder)[0] == 0
+    code, out, _ = gradveil_command("audit", "--resume", "--dry-run", "--json", "--out", folder)
+    assert json.loads(out)["pieces"] == []
+
+
+@pytest.mark.filterwarnings("ignore:LPIPS is left out")
+def test_an_audit_of_hours_begins_with_a_note(gradveil_command, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradveil.cli._audit.LONG", 0.0)
+    code, _, err = gradveil_command(*QUICK_AUDIT, "--out", tmp_path / "out")
+    assert code == 0
+    assert "estimated on this machine as it is now note: hours lie ahead." in err
+
+
+def test_log_files_get_a_line_at_the_end_of_pieces_and_every_half_minute():
+    said: list[str] = []
+    moments = iter([0.0, 1.0, 6.0, 7.0, 35.0, 37.0])
+    lines = ProgressLines(said.append, clock=lambda: next(moments))
+    lines.show("first", 0.1, None, ended=True)  # too soon
+    lines.show("second", 0.2, 7200.0, ended=True)
+    lines.show("third", 0.3, 60.0, ended=True)  # too soon
+    lines.show("fourth", 0.4, 60.0)  # too soon, as nothing ended
+    lines.show("fifth", 0.5, 60.0)
+    assert said == [" 20 %, about 2 h 0 min left: second", " 50 %, about 60 s left: fifth"]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ how long all of them take.
 """
 
 import os
-import sys
+import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 from gradveil.audit.match import TRIES
 from gradveil.audit.pieces import Piece
@@ -86,7 +87,7 @@ def estimated(
         costs.append(cost)
     if workers is None:
         workers = available_workers(device) if sum(costs) > WORTH_WORKERS else 1
-    return Plan(pieces, costs, max(1, min(workers, len(pieces))), _memory())
+    return Plan(pieces, costs, max(1, min(workers, len(pieces))), peak_memory())
 
 
 def available_workers(device: str) -> int:
@@ -129,11 +130,16 @@ def _probe(perform: Callable[[Callable[..., None]], object], seconds: float) -> 
     return time.monotonic() - began
 
 
-def _memory() -> int:
-    """The most bytes that this process has used so far; 0 where the system does not tell."""
+def peak_memory() -> int:
+    """The most bytes that this process has used so far; 0 where the system does not tell.
+
+    >>> peak_memory() >= 0
+    True
+    """
     try:
-        import resource
-    except ImportError:  # not on Windows
+        # Not getrusage, which on Linux begins with what the process used that started this one.
+        status = Path("/proc/self/status").read_text()
+    except OSError:
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    found = re.search(r"VmHWM:\s*(\d+) kB", status)
+    return 1024 * int(found[1]) if found else 0
