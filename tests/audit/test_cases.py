@@ -396,6 +396,23 @@ def test_attackers_use_only_what_they_know_of_local_steps(dataset, task):
     assert AuditConfig(local_epochs=1, local_momentum=0.5).local == LocalSteps(1, None, 0.05, 0.5)
 
 
+@pytest.mark.parametrize("classes", [1, 2])
+def test_victims_of_few_classes_have_repeated_labels(dataset, task, classes):
+    victims = choose_victims(dataset.test, 4, 5, classes=classes)
+    assert [len(labels.unique()) for labels in victims.targets] == [classes] * 4
+    assert len({image.numpy().tobytes() for image in victims.inputs.flatten(0, 1)}) == 20  # nobody twice
+    again = choose_victims(dataset.test, 4, 5, classes=classes)
+    assert torch.equal(victims.inputs, again.inputs)
+    assert not torch.equal(victims.inputs, choose_victims(dataset.test, 4, 5, classes=classes, seed=1).inputs)
+    attack = gradveil.attack("idlg", iterations=1)
+    found = attack_on(observe(case_of(dataset, task, attack=attack, victims=victims)))
+    assert torch.equal(found.labels, victims.targets.sort(1).values)
+    with pytest.raises(ParameterError, match="4 batches of 7 images of 1 classes each need more examples of the same"):
+        choose_victims(dataset.test, 4, 7, classes=1)
+    with pytest.raises(ParameterError, match="victim_classes must be a whole number from 1 to 1, got 2"):
+        AuditConfig(victim_classes=2)
+
+
 DROPOUT_MODEL = """
 from torch import nn
 

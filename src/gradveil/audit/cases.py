@@ -280,6 +280,7 @@ def choose_victims(
     *,
     clients: int = 1,
     seed: int = 0,
+    classes: int | None = None,
     publishers: Split | None = None,
 ) -> Victims:
     """Choose random victims from a split, the same for the same seed.
@@ -290,6 +291,7 @@ def choose_victims(
         batch_size: examples behind each update.
         clients: clients behind each victim.
         seed: seed of the choice.
+        classes: how many classes the examples of each client come from, in nearly equal parts; None: any.
         publishers: the training split, which has the examples of the clients that announce for the victims' rounds;
             those that are public are left out. Needed for defenses that announce, unless the victims do it themselves.
     """
@@ -301,11 +303,33 @@ def choose_victims(
             f"{len(split)}; ask for fewer victims or a smaller batch"
         )
     order = torch.randperm(len(split), generator=derived_generator(seed, "victims"))
+    if classes is not None:
+        order = _of_few_classes(split, order, victims * clients, batch_size, classes)
     inputs, targets = split.batch(order[:wanted])
     chosen = Victims(inputs.view(*shape, *inputs.shape[1:]), targets.view(*shape, *targets.shape[1:]), clients)
     return (
         chosen if publishers is None else replace(chosen, publishers=_publishers(publishers, victims, batch_size, seed))
     )
+
+
+def _of_few_classes(split: Split, order: Tensor, clients: int, batch_size: int, classes: int) -> Tensor:
+    """The places of each client's examples, which come from `classes` classes; no example is used twice."""
+    if split.targets.ndim != 1 or split.targets.is_floating_point():
+        raise ParameterError("audit: victim_classes needs data with one class per example; leave it out")
+    left = {label: order[split.targets[order] == label].tolist() for label in torch.unique(split.targets).tolist()}
+    sizes = [len(part) for part in torch.arange(batch_size).tensor_split(classes)]
+    chosen: list[int] = []
+    for client in range(clients):
+        # Classes with enough examples left come first, otherwise in a random order.
+        fullest = sorted(left, key=lambda label: (len(left[label]) < sizes[0], left[label][:1] or [len(split)]))
+        for label, size in zip(fullest, sizes, strict=False):
+            chosen += [left[label].pop(0) for _ in range(min(size, len(left[label])))]
+        if len(chosen) < (client + 1) * batch_size:
+            raise ParameterError(
+                f"audit: {clients} batches of {batch_size} {split.modality.unit}s of {classes} classes each need more "
+                f"examples of the same classes than the test split has; ask for fewer victims or more victim_classes"
+            )
+    return torch.tensor(chosen)
 
 
 def _publishers(split: Split, victims: int, batch_size: int, seed: int) -> Batch:

@@ -32,6 +32,8 @@ class AuditConfig(Settings):
         attacks: specs such as ``idlg:iterations=300``.
         victims: updates attacked under each defense.
         batch_size: images behind each update.
+        victim_classes: how many classes the examples of each victim come from, so that labels repeat within a batch, as
+            they do at clients whose data is of few kinds; None: examples are drawn whatever their class.
         labels: ``"infer"``: the attacker must find the labels; ``"known"``: it is given them.
         adaptive: False: attackers that do not know the defense; True: attackers that do (or plain ones, if an attack
             has no adaptive form against a defense); None: both.
@@ -104,6 +106,8 @@ class AuditConfig(Settings):
             checks.choice("audit", "norms", self.norms, MODES)
         checks.choice("audit", "dropout", self.dropout, MODES)
         checks.choice("audit", "publisher", self.publisher, PUBLISHERS)
+        if self.victim_classes is not None:
+            checks.integer("audit", "victim_classes", self.victim_classes, low=1, high=self.batch_size)
         checks.integer("audit", "seed", self.seed, low=0)
         checks.integer("audit", "public", self.public, low=0)
         checks.integer("audit", "candidates", self.candidates, low=2)

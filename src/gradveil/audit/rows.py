@@ -65,6 +65,7 @@ class Settings:
     attacks: tuple[str, ...] = _field(kinds.list_of(kinds.text(), kinds.MAX_METHODS), ATTACKS)
     victims: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 8)
     batch_size: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)
+    victim_classes: int | None = _field(kinds.optional(kinds.integer(1, kinds.MAX_ITEMS)), None)
     labels: str = _field(kinds.choice("infer", "known"), "infer")
     adaptive: bool | None = _field(kinds.optional(kinds.FLAG), None)
     aggregated: int = _field(kinds.integer(1, kinds.MAX_ITEMS), 1)

@@ -370,6 +370,7 @@ class Subject:
             config.batch_size,
             clients=config.aggregated,
             seed=config.seed,
+            classes=config.victim_classes,
             publishers=dataset.train if any(create_defense(spec).announces for spec in config.defenses) else None,
         )
         modality, train_split = task.modality, dataset.train

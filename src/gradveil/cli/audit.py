@@ -45,6 +45,10 @@ def audit(
     ] = None,
     victims: Annotated[int | None, _setting("victims", "Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, _setting("batch_size", "Examples behind each update.")] = None,
+    victim_classes: Annotated[
+        int | None,
+        _setting("victim_classes", "Classes of a victim's examples, so that labels repeat within a batch.", "any"),
+    ] = None,
     labels: Annotated[
         str | None, _setting("labels", "infer: the attacker finds them; known: the attacker is given them.")
     ] = None,
