@@ -11,11 +11,13 @@ from gradveil._version import __version__
 from gradveil.cli import _index
 from gradveil.cli.app import app
 
-COMMANDS = {"audit": [], "train": [], "list": [], "data list": [], "data get": ["NAME"]}
+COMMANDS = {"audit": [], "report": ["FOLDER"], "train": [], "list": [], "data list": [], "data get": ["NAME"]}
 SLOW = {"torch", "numpy", "scipy", "PIL", "jinja2"}
 
 
-@pytest.mark.parametrize("words", ["--help", "--version", "list", "audit --help", "train --help", "data --help"])
+@pytest.mark.parametrize(
+    "words", ["--help", "--version", "list", "audit --help", "report --help", "train --help", "data --help"]
+)
 def test_nothing_slow_is_imported_to_answer(words):
     code = (
         "import sys\n"
