@@ -10,6 +10,7 @@ from gradveil.core.randomness import source_of
 from gradveil.defenses import DEFENSES
 from gradveil.federation import Training
 from gradveil.federation._clients import Clients
+from gradveil.federation.digests import task_digest
 from gradveil.update import LocalSteps, compute_update
 
 LAYERS = (nn.Conv2d(1, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64, 3))
@@ -55,3 +56,7 @@ def test_clients_with_masks_are_not_batched(task):
     assert Clients(task, defense, training).execution == "loop"
     with pytest.raises(ParameterError, match="cannot be batched, because dropout is active; use execution='loop'"):
         Clients(task, defense, training, "batch")
+
+
+def test_a_training_with_dropout_is_another_training(task):
+    assert task_digest(task) != task_digest(task.without_dropout())

@@ -25,9 +25,10 @@ def weights_digest(task: Task) -> str:
 
 
 def task_digest(task: Task) -> str:
-    """Digest of what the weights do not show: modules and their settings, normalisation, loss."""
+    """Digest of what the weights do not show: modules and their settings, active dropout, normalisation, loss."""
     normalisation = task.normalised(torch.stack([torch.zeros(task.input_shape), torch.ones(task.input_shape)]))
-    state = hashlib.sha256(f"{task.copy_model()!r} {task.loss_name}".encode())
+    dropout = task.dropout_rates or ""  # the same module may be active or not
+    state = hashlib.sha256(f"{task.copy_model()!r} {task.loss_name}{dropout}".encode())
     state.update(_bytes(normalisation))
     return state.hexdigest()[:DIGITS]
 
