@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -78,7 +79,19 @@ def workers_of(parent: int) -> list[int]:
     return [process for process in processes if state_of(process)[1:] == [str(parent)]]
 
 
-def until(condition, seconds: float = 60.0):
+@contextmanager
+def started(words):
+    """The command line in a process of its own, which is over at the end of the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "gradveil", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(condition, seconds: float = 240.0):
     end = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < end, "it never came true"
@@ -130,15 +143,14 @@ def test_killed_at_any_moment_an_audit_with_workers_ends_with_the_same_rows(data
     config = config_for(data_file)
     run(config, tmp_path / "whole")
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--workers", "2", "--out", str(folder)]
+    command = [*config.command.split()[1:], "--workers", "2", "--out", str(folder)]
     results = folder / "results.jsonl"
     for wanted in (1, 6):
         resume = ["--resume"] if (folder / "config.json").exists() else []
-        process = subprocess.Popen([*command, *resume], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        until(lambda: results.exists() and results.read_bytes().count(b"\n") >= wanted)  # noqa: B023
-        workers = until(lambda: workers_of(process.pid))  # noqa: B023
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        with started([*command, *resume]) as process:
+            until(lambda: results.exists() and results.read_bytes().count(b"\n") >= wanted)  # noqa: B023
+            workers = until(lambda: workers_of(process.pid))
+            os.kill(process.pid, signal.SIGKILL)
         until(lambda: not any(map(state_of, workers)))  # noqa: B023
     before = results.read_text()
     run(config, folder, resume=True, workers=2)
@@ -152,16 +164,11 @@ def test_a_worker_that_is_killed_is_an_error_in_one_line(data_file, tmp_path):
     folder = tmp_path / "out"
     config = config_for(data_file, attacks=("idlg:iterations=3",), rounds=100_000, games=0)
     words = [*config.command.split()[1:], "--workers", "2", "--out", str(folder)]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gradveil", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
+    with started(words) as process:
         until(lambda: len(workers_of(process.pid)) == 2)
         workers = workers_of(process.pid)
         os.kill(workers[0], signal.SIGKILL)
-        _, err = process.communicate(timeout=60)
-    finally:
-        process.kill()
+        _, err = process.communicate(timeout=240)
     assert process.returncode == 2
     assert "Traceback" not in err
     error = next(line for line in err.splitlines() if line.startswith("error:"))
