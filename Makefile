@@ -7,6 +7,8 @@ TORCH  ?= torch==2.13.0
 PIP_FLAGS := --quiet --disable-pip-version-check --no-compile
 # Small networks run slower on many threads than on one as soon as anything else runs.
 export OMP_NUM_THREADS ?= 1
+# Every process, and there are many, would compile all of torch again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: audit test test-deployment lint format index clean
 

@@ -52,21 +52,25 @@ def test_a_defense_that_cannot_be_matched_gets_a_reason(name, cost, message):
     assert ended.tries <= TRIES
 
 
+def no_games(_):
+    raise AssertionError("only matching the share of right names plays games")
+
+
 def test_accuracy_is_that_of_the_training(two_blobs):
     model = gradveil.models.create("mlp", input_shape=(1, 12, 12), classes=2)
     task = gradveil.Task(model, input_shape=(1, 12, 12), classes=2)
     training = Training(rounds=12, clients=3, lr=0.1, evaluate_every=4)
     defense = gradveil.defense("gaussian-noise", std=1.0)
     plain, defended = (train(task, two_blobs, d, training).accuracy for d in (gradveil.defense("none"), defense))
-    assert Costs(task, two_blobs, training).of("accuracy")(defense) == defended / plain
+    assert Costs(task, two_blobs, training, no_games).of("accuracy")(defense) == defended / plain
     with pytest.raises(ParameterError, match="the undefended model is near chance .* train longer"):
-        Costs(task, two_blobs, Training(rounds=1, clients=3, lr=1e-6)).of("accuracy")(defense)
+        Costs(task, two_blobs, Training(rounds=1, clients=3, lr=1e-6), no_games).of("accuracy")(defense)
 
 
 def test_power_and_bytes_follow_their_closed_forms(two_blobs):
     model = gradveil.models.create("mlp", input_shape=(1, 12, 12), classes=2)
     task = gradveil.Task(model, input_shape=(1, 12, 12), classes=2)
-    costs = Costs(task, two_blobs, Training(rounds=1, clients=3))
+    costs = Costs(task, two_blobs, Training(rounds=1, clients=3), no_games)
     weak, strong = (costs.of("power")(gradveil.defense("gaussian-noise", std=std)) for std in (0.1, 0.2))
     assert strong / weak == pytest.approx(4)  # the same draws at twice the deviation
     assert costs.of("power")(gradveil.defense("none")) == 0

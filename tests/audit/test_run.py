@@ -124,7 +124,8 @@ def test_a_killed_audit_resumes_to_the_same_rows(data_file, tmp_path):
     run(config, tmp_path / "whole")
     expected = comparable(rows(tmp_path / "whole"))
     folder = tmp_path / "killed"
-    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--out", str(folder)]
+    # One process: with workers, rows are in the order in which they were finished.
+    command = [sys.executable, "-m", "gradveil", *config.command.split()[1:], "--out", str(folder), "--workers", "1"]
     kills = 0
     for wanted_rows in (1, 6, 12, 17):
         resume = ["--resume"] if (folder / "config.json").exists() else []
@@ -524,6 +525,25 @@ def test_aggregated_clients_are_seen_as_the_defense_allows(data_file, tmp_path):
     assert min(power["secure-aggregation"]) > 0.05
     assert min(psnr["none"]) > 40
     assert np.mean(psnr["none"]) > np.mean(psnr["secure-aggregation"]) + 5
+
+
+def test_defenses_are_matched_by_how_often_the_server_names_the_right_candidate(data_file, tmp_path):
+    config = config_for(
+        data_file,
+        defenses=("gaussian-noise",),
+        attacks=("idlg:iterations=1",),
+        match="named=0.3",
+        games=40,
+        candidates=20,
+        rounds=1,
+    )
+    run(config, tmp_path / "out")
+    (matched,) = rows(tmp_path / "out", "match.jsonl")
+    assert abs(matched["cost"] - 0.3) <= matched["tolerance"] == pytest.approx(0.06)
+    played = [row for row in rows(tmp_path / "out", "identification.jsonl") if row["defense_spec"] == matched["found"]]
+    assert max(row["named"] for row in played) / 40 == pytest.approx(matched["cost"])
+    with pytest.raises(ParameterError, match="match=named=0.3 takes identification games, got games=0"):
+        replace(config, games=0)
 
 
 def test_matched_defenses_are_audited_at_the_strength_that_was_found(data_file, tmp_path):

@@ -39,8 +39,8 @@ class AuditConfig(Settings):
             has no adaptive form against a defense); None: both.
         aggregated: clients behind each victim, who share in one round: the attacker gets what the defense lets the
             server see of them; under secure aggregation that is their sum.
-        match: ``"accuracy"``, ``"power"`` or ``"bytes"``, with ``=TARGET`` or a default target: every defense is first
-            set to the strength at which it costs that, see `gradveil.audit.match`; None: as they are given.
+        match: ``"accuracy"``, ``"power"``, ``"bytes"`` or ``"named"``, with ``=TARGET`` or a default target: every
+            defense is first set to the strength at which it costs that, see `gradveil.audit.match`; None: as given.
         chunk: victims attacked together; an unfinished chunk is run again completely.
         rounds: federated training rounds behind accuracy, time and bytes.
         clients: clients in that training.
@@ -141,6 +141,11 @@ class AuditConfig(Settings):
         set_field(self, "attacks", tuple(attacks))
         if self.match is not None:
             set_field(self, "match", str(Price.parse(self.match)))
+            if Price.parse(self.match).kind == "named" and (self.games == 0 or self.aggregated > 1):
+                raise ParameterError(
+                    f"audit: match={self.match} takes identification games, got games={self.games} and "
+                    f"aggregated={self.aggregated}; ask for games of single clients, or match something else"
+                )
             _refuse_equal_but_for_strength(defenses)
         set_field(self, "model", format_spec(*parse_spec(self.model)))
         set_field(self, "dataset", format_spec(*parse_spec(self.dataset)))

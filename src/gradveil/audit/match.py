@@ -29,7 +29,8 @@ class Price:
 
     Args:
         kind: ``"accuracy"``: the share of the undefended accuracy that is kept (PMM); ``"power"``: |u - g|^2 / |g|^2 at
-            the initial weights; ``"bytes"``: upload as a share of the undefended one.
+            the initial weights; ``"bytes"``: upload as a share of the undefended one; ``"named"``: the share of the
+            identification games in which the adaptive server names the right candidate.
         target: the value wanted.
         tolerance: how far from it a defense may be.
 
@@ -77,6 +78,7 @@ _PRICES = {
     "accuracy": (0.95, 0.0, 1.0, 0.01),
     "power": (0.5, 0.0, 1e6, 0.1),
     "bytes": (0.2, 0.0, 1.0, 0.05),
+    "named": (0.1, 0.0, 1.0, 0.2),
 }
 
 
@@ -156,15 +158,21 @@ class Costs:
     """Measures what defenses cost, each kind relative to the undefended run.
 
     Accuracy comes from the same training as an audit's utility rows, so the report shows the value that was matched.
-    Power and bytes come from one round of a few clients at the initial weights.
+    Power and bytes come from one round of a few clients at the initial weights, the share of right names from games.
+
+    Args:
+        task: the model at the weights at which trainings begin.
+        dataset: the data.
+        training: the training that accuracies come from.
+        named: plays the identification games under a defense, and returns the share of right names.
     """
 
-    def __init__(self, task: Task, dataset: Dataset, training: Training) -> None:
-        self._task, self._dataset, self._training = task, dataset, training
+    def __init__(self, task: Task, dataset: Dataset, training: Training, named: Callable[[Defense], float]) -> None:
+        self._task, self._dataset, self._training, self._named = task, dataset, training, named
 
     def of(self, kind: str) -> Callable[[Defense], float]:
         """The function that measures one kind of cost."""
-        return {"accuracy": self._accuracy, "power": self._power, "bytes": self._bytes}[kind]
+        return {"accuracy": self._accuracy, "power": self._power, "bytes": self._bytes, "named": self._named}[kind]
 
     def _accuracy(self, defense: Defense) -> float:
         kept = performance_maintenance(self._trained(defense), self._baseline_accuracy, self._dataset.test)

@@ -383,7 +383,7 @@ class MatchRow(Row):
 
     asked: str = _field(kinds.text())
     found: str | None = _field(kinds.optional(kinds.text()))
-    kind: str = _field(kinds.choice("accuracy", "power", "bytes"))
+    kind: str = _field(kinds.choice("accuracy", "power", "bytes", "named"))
     target: float = _field(kinds.AMOUNT)
     tolerance: float = _field(kinds.AMOUNT)
     cost: float | None = _field(kinds.optional(kinds.ANY_NUMBER))

@@ -694,7 +694,7 @@ class _Work:
     def __init__(self, subject: Subject, learned: Path | None = None) -> None:
         self.subject, self.learned, self.config = subject, learned, subject.config
         self.scorer = metrics.Scorer(subject.task.modality)
-        self.costs = Costs(subject.untrained, subject.dataset, _training(self.config))
+        self.costs = Costs(subject.untrained, subject.dataset, _training(self.config), self._share_named)
         self._prepared: dict[tuple[str, str | None], tuple[PreparedDefense, float | None]] = {}
 
     def perform(self, piece: Piece, strength: str, report_step: ReportStep) -> Finished:
@@ -764,24 +764,8 @@ class _Work:
 
     def _identify(self, spec: str, adaptive: bool, report_step: ReportStep) -> Finished:
         """Play identification games against a defense."""
-        prepared, subject, config = self._prepare(spec, IDENTIFIER)[0], self.subject, self.config
-        drawn = subject.games
-        # Single examples need no others to be told apart from.
-        chosen = subject.public_examples[:PUBLIC_ROWS]
-        needed = config.batch_size > 1 and len(chosen) > 0
-        public = as_batch(subject.task, subject.dataset.train.batch(chosen)) if needed else None
-        found = games.play(
-            drawn,
-            prepared,
-            IDENTIFIER,
-            adaptive=adaptive,
-            local=config.local,
-            local_known=config.local_known,
-            seed=config.seed,
-            public=public,
-            progress=report_step,
-        )
-        figures = identification.summary(found.scores.double().cpu(), drawn.members)
+        prepared, drawn = self._prepare(spec, IDENTIFIER)[0], self.subject.games
+        figures, seconds = self._play(prepared, adaptive, report_step)
         named = figures["rank_one"]
         row = IdentificationRow(
             **_named("defense", prepared.defense, absent=None),
@@ -796,9 +780,36 @@ class _Work:
             **_with_interval("tpr", figures["tpr_at_1_percent"]),
             bits=figures["bits"].value,
             bits_low=figures["bits"].low,
-            seconds=round(found.seconds, 3),
+            seconds=round(seconds, 3),
         )
         return Finished([row])
+
+    def _share_named(self, defense: Defense) -> float:
+        """How often the strongest server names the right candidate under a defense."""
+        prepared = self._prepare(str(defense), IDENTIFIER)[0]
+        attackers = self.subject.attackers(defense, IDENTIFIER)
+        return max(self._play(prepared, adaptive)[0]["rank_one"].value for adaptive in attackers)
+
+    def _play(
+        self, prepared: PreparedDefense, adaptive: bool, report_step: ReportStep | None = None
+    ) -> tuple[dict[str, identification.Estimate], float]:
+        """Play the identification games; returns the figures, and how long the attacker took."""
+        subject, config = self.subject, self.config
+        # Single examples need no others to be told apart from.
+        chosen = subject.public_examples[:PUBLIC_ROWS]
+        needed = config.batch_size > 1 and len(chosen) > 0
+        found = games.play(
+            subject.games,
+            prepared,
+            IDENTIFIER,
+            adaptive=adaptive,
+            local=config.local,
+            local_known=config.local_known,
+            seed=config.seed,
+            public=as_batch(subject.task, subject.dataset.train.batch(chosen)) if needed else None,
+            progress=report_step,
+        )
+        return identification.summary(found.scores.double().cpu(), subject.games.members), found.seconds
 
     def _prepare(self, chosen: str, attack: Attack) -> tuple[PreparedDefense, float | None]:
         """The defense prepared for the model that the server sends, and the bound.

@@ -66,8 +66,9 @@ def audit(
         str | None,
         _setting(
             "match",
-            "accuracy, power or bytes, with =TARGET or a default target: choose every defense's strength so that all "
-            "cost the same. Accuracy takes up to a dozen training runs per defense.",
+            "accuracy, power, bytes or named (how often the server names the right candidate), with =TARGET or a "
+            "default target: choose every defense's strength so that all are equal in that. Accuracy takes up to a "
+            "dozen training runs per defense.",
             "the strengths as given",
         ),
     ] = None,

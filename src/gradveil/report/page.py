@@ -256,6 +256,7 @@ def _price(audit: Audit) -> dict[str, str] | None:
         "accuracy": "keeps {} of the undefended accuracy (PMM)",
         "power": "changes the update by {} of its power, |u − g|² / |g|²",
         "bytes": "uploads {} of the undefended bytes",
+        "named": "lets a server that knows it name the right candidate in {} of the identification games",
     }[first.kind]
     return {"words": phrase.format(price(first.kind, first.target)), "tolerance": tolerance(first)}
 
