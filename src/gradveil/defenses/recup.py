@@ -112,7 +112,7 @@ class RecUP(Perturbation):
         generator = generator or fresh_generator(task.device)
         attributes = attributes.to(task.device)
         places = {name: _drawn_places(value, generator) for name, value in task.parameters.items()}
-        gradients = task.per_example_gradients(*public)
+        gradients = task.without_dropout().per_example_gradients(*public)
         sketches = _sketch({name: value.flatten(1) for name, value in gradients.items()}, places).detach()
         targets = torch.nn.functional.one_hot(attributes, max(2, int(attributes.max()) + 1)).to(sketches)
         learned = {f"{_PLACES}{name}": value for name, value in places.items()}

@@ -204,13 +204,18 @@ def training_loss(task: Task, batches: Mapping[int, Batch]) -> float:
     return float(task.loss_of(task.predict(inputs), targets))
 
 
+_EVALUATED_VALUES = 1 << 22
+"""Input values of a batch that is evaluated at once: large images become floats a few at a time."""
+
+
 def evaluate(task: Task, split: Split) -> tuple[float, float]:
     """Accuracy in [0, 1] (NaN for a task without classes) and the task's mean loss on a split.
 
     If every position of an input has a class, the accuracy is the share of correct positions.
     """
     correct, judged, total_loss = 0, 0, 0.0
-    for indices in torch.split(torch.arange(len(split)), 512):
+    size = max(1, min(512, _EVALUATED_VALUES // math.prod(task.input_shape)))
+    for indices in torch.split(torch.arange(len(split)), size):
         inputs, targets = as_batch(task, split.batch(indices))
         outputs = task.predict(inputs)
         if task.classes is not None:
