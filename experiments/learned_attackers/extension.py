@@ -40,7 +40,8 @@ def verdicts(case: Row, seen: Observation, found: Reconstruction) -> Row:
     guessed = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
     blind = {name: values.view(victims.targets.shape) for name, values in guessed.items()}
     scores = cases.score(seen, found, scorer, blind)
-    leaked = [bool(score.metrics["leaked"]) for score in scores]
+    # By the oldest rule alone, so that all rows of the page are alike.
+    leaked = [score.metrics["leak_rule"] == "pixels" for score in scores]
     return {**attack_row(case, seen, found), "leaked": leaked, "share_leaked": sum(leaked) / len(leaked)}
 
 
