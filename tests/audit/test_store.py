@@ -68,7 +68,7 @@ def match_row(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "speed"}, "'kind' must be one of accuracy, power, bytes, got 'speed'"),
+        ({"kind": "speed"}, "'kind' must be one of accuracy, power, bytes, named, got 'speed'"),
         ({"tries": 1.5}, "'tries' must be a whole number from 0 to 10,000, got 1.5"),
         ({"cost": float("nan")}, "'cost' must be a finite number, or null, got nan"),
         ({"asked": "\x1b[2J"}, "'asked' must be a text of at most 10,000 printable characters"),
