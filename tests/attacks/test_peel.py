@@ -108,7 +108,7 @@ def test_it_stops_above_anything_that_it_cannot_solve(images):
 
 def test_it_refuses_what_it_cannot_peel(tiny_task):
     attack = gradveil.attack("peel")
-    with pytest.raises(ThreatModelError, match="peels the gradient of one example, got batch_size=2"):
+    with pytest.raises(ThreatModelError, match="inverts the gradient of one example, got batch_size=2"):
         attack.check_threat(tiny_task, gradveil.ThreatModel(batch_size=2))
     headless = nn.Sequential(nn.Conv2d(1, 10, 12), nn.Flatten())
     with pytest.raises(InputError, match="must end in a linear layer with a bias"):

@@ -120,7 +120,7 @@ def test_what_it_cannot_do_is_refused(generator):
     task = task_of("mlp", 3, (1, 12, 12))
     attack = gradveil.attack("r-gap")
     update = gradveil.defense("none").share(task, images, labels)
-    with pytest.raises(ThreatModelError, match="inverts the gradient of one image, got batch_size=2"):
+    with pytest.raises(ThreatModelError, match="inverts the gradient of one example, got batch_size=2"):
         attack.reconstruct(task, update, gradveil.ThreatModel(batch_size=2))
     own = gradveil.Task(nn.Sequential(nn.Flatten(), nn.Linear(144, 3)), nn.CrossEntropyLoss(label_smoothing=0.1),
                         input_shape=(1, 12, 12), classes=3)  # fmt: skip

@@ -9,12 +9,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_input
 
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import ThreatModelError
 from gradveil.task import Gradients, Task
 from gradveil.theory.rank import Leaf, geometry, trace
 
 _SIGMOID_MARGIN = 1e-15  # inverting a sigmoid needs its output strictly inside (0, 1)
 _ROUNDING_MARGIN = 3.0  # zeros are at most this many times as far above zero as the lowest of them is below
 _CONVERGED = 1e-13  # a least-squares problem has converged when its gradient has shrunk by this factor
+
+
+def check_invertible(owner: str, task: Task, threat: ThreatModel) -> None:
+    """Refuse batches, local steps, and losses whose gradient cannot be read backwards."""
+    if threat.batch_size != 1 or threat.local is not None:
+        raise ThreatModelError(
+            f"{owner}: inverts the gradient of one example, got batch_size={threat.batch_size} and "
+            f"local={threat.local}; use a batch of one and no local steps"
+        )
+    if task.loss_name is None:
+        raise ThreatModelError(
+            f"{owner}: must know how to invert the loss, got a custom loss; use cross-entropy or logistic"
+        )
 
 
 def invert_leaf(

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from gradveil.attacks._recursion import chain_of, invert_head, invert_leaf, weight_of
+from gradveil.attacks._recursion import chain_of, check_invertible, invert_head, invert_leaf, weight_of
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.inverting_gradients import near_the_middle
 from gradveil.attacks.matching import LBFGS, ROUNDING, Objective, Solution, check_prior
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
-from gradveil.core.errors import InputError, ThreatModelError
+from gradveil.core.errors import InputError
 from gradveil.core.parameters import integer, number
 from gradveil.task import Gradients, Task
 from gradveil.theory.rank import Leaf, judge_convolution, why_impassable
@@ -111,15 +111,7 @@ class Peel(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Also refuse batches, local steps, and models that do not end in a linear layer with a bias."""
         super().check_threat(task, threat)
-        if threat.batch_size != 1 or threat.local is not None:
-            raise ThreatModelError(
-                f"{self.name}: peels the gradient of one example, got batch_size={threat.batch_size} and "
-                f"local={threat.local}; use a batch of one and no local steps"
-            )
-        if task.loss_name is None:
-            raise ThreatModelError(
-                f"{self.name}: must know how to invert the loss, got a custom loss; use cross-entropy or logistic"
-            )
+        check_invertible(self.name, task, threat)
         if task.classifier is None or task.classifier.bias not in task.parameters:
             raise InputError(f"{self.name}: the model must end in a linear layer with a bias, which reveals its input")
         if self.tv:

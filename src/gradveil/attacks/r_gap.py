@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from gradveil.attacks._recursion import chain_of, invert_head, invert_leaf, weight_of
+from gradveil.attacks._recursion import chain_of, check_invertible, invert_head, invert_leaf, weight_of
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
@@ -68,15 +68,7 @@ class RGap(Attack):
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Also refuse batches, local steps, and networks that cannot be inverted layer by layer."""
         super().check_threat(task, threat)
-        if threat.batch_size != 1 or threat.local is not None:
-            raise ThreatModelError(
-                f"{self.name}: inverts the gradient of one image, got batch_size={threat.batch_size} and "
-                f"local={threat.local}; use a batch of one and no local steps"
-            )
-        if task.loss_name is None:
-            raise ThreatModelError(
-                f"{self.name}: must know how to invert the loss, got a custom loss; use cross-entropy or logistic"
-            )
+        check_invertible(self.name, task, threat)
         if threat.known_labels is not None and threat.known_labels.is_floating_point():
             raise ThreatModelError(f"{self.name}: known_labels must be class numbers, got probabilities")
         chain = chain_of(task)
