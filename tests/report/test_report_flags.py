@@ -259,6 +259,9 @@ def test_a_model_near_chance(good):
         row.update(pmm=None, baseline_accuracy=0.12)
     assert names(good) == ["training-too-short"]
     assert "near chance (12 % accuracy)" in text_of(good, "training-too-short")
+    assert "train longer" in text_of(good, "training-too-short")
+    good.utility[0]["diverged"] = 33
+    assert "diverged in round 33; train with a lower rate" in text_of(good, "training-too-short")
 
 
 def test_a_model_that_was_still_learning(good):

@@ -445,15 +445,21 @@ def _training_too_short(audit: Audit) -> Iterator[str]:
     Why it matters. While models are still learning, a defense that only slows learning down looks costly, and one that
     costs accuracy only in the end looks free. PMM then measures speed, not cost.
 
-    What to do. Train for more rounds (`--rounds`) or with a higher learning rate (`--lr`) until the curves are flat.
+    What to do. Train for more rounds (`--rounds`) or with a higher learning rate (`--lr`) until the curves are flat; with
+    a lower one if the undefended training has diverged.
     """
     unknown = [row for row in audit.utility.values() if row.pmm is None]
     if unknown:
         baseline = next((row.baseline_accuracy for row in unknown if row.baseline_accuracy is not None), None)
         reached = f" ({percent(baseline)} accuracy)" if baseline is not None else ""
+        undefended = audit.utility.get(UNDEFENDED)
+        diverged = None if undefended is None else undefended.diverged
+        remedy = "train longer (`--rounds`)"
+        if diverged is not None:
+            remedy = f"its training has diverged in round {diverged}; train with a lower rate (`--lr`)"
         yield (
             f"The undefended model is near chance{reached}, so the share of accuracy that a defense keeps "
-            "(PMM) is not given: train longer (`--rounds`)."
+            f"(PMM) is not given: {remedy}."
         )
     gains = {row.defense_spec: _late_gain(row.history) for row in audit.utility.values()}
     learning = [defense for defense, gain in gains.items() if gain > STILL_LEARNING]
