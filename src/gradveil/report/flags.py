@@ -445,8 +445,8 @@ def _training_too_short(audit: Audit) -> Iterator[str]:
     Why it matters. While models are still learning, a defense that only slows learning down looks costly, and one that
     costs accuracy only in the end looks free. PMM then measures speed, not cost.
 
-    What to do. Train for more rounds (`--rounds`) or with a higher learning rate (`--lr`) until the curves are flat; with
-    a lower one if the undefended training has diverged.
+    What to do. Train for more rounds (`--rounds`) or with a higher learning rate (`--lr`) until the curves are
+    flat; with a lower one if the undefended training has diverged.
     """
     unknown = [row for row in audit.utility.values() if row.pmm is None]
     if unknown:
