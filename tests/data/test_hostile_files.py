@@ -19,11 +19,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.io
+import torch
 from PIL import EpsImagePlugin, Image
 
+from gradveil import data
 from gradveil.core.errors import DataError
 from gradveil.data._image_folder import FORMATS
-from gradveil.data._limits import MAX_GROWTH, check_size
+from gradveil.data._limits import MAX_GROWTH, check_size, empty
 from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.formats import read, read_idx_folder, read_svhn_folder
 from gradveil.data.npz import read_arrays
@@ -285,6 +287,28 @@ def test_the_largest_size_depends_on_the_machine(monkeypatch):
     check_size(1000, 1)
     with pytest.raises(ValueError, match="declares 1,001 bytes, more than the 1,000 allowed on this machine"):
         check_size(1001, 1001)
+
+
+def test_large_arrays_lie_on_disk(tmp_path, monkeypatch):
+    images = np.arange(4 * 5 * 6 * 3, dtype=np.uint8).reshape(4, 5, 6, 3)
+    np.savez(tmp_path / "data.npz", x_train=images, y_train=[0, 0, 1, 1], x_test=images, y_test=[0, 0, 1, 1])
+    expected = data.load(tmp_path / "data.npz").train
+    monkeypatch.setattr("gradveil.data._limits.ON_DISK", 100)
+    assert isinstance(read_arrays(tmp_path / "data.npz")["x_train"], np.memmap)
+    split = data.load(tmp_path / "data.npz").train
+    assert torch.equal(split.inputs, expected.inputs)
+    assert torch.equal(split.targets, expected.targets)
+
+
+@linux
+def test_a_full_disk_is_reported(monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradveil.data._limits.ON_DISK", 100)
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(DataError, match="expected room for 1,000 bytes of unpacked data, got No space left on device"):
+        empty((1000,), np.uint8)
 
 
 # -- formats -----------------------------------------------------------------------------------------------------------

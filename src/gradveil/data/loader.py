@@ -12,6 +12,7 @@ from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.core.registry import Registry
 from gradveil.data import catalog, places
 from gradveil.data._arrays import Array, Arrays, Labelled, images_at_once, resize
+from gradveil.data._limits import empty
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
 
@@ -126,7 +127,7 @@ def _split(labelled: Labelled, chosen: Array, size: int | None) -> Split:
     height, width, channels = images.shape[1:]
     resized = size is not None and (height, width) != (size, size)
     sides = (size, size) if size is not None else (height, width)
-    channels_first = np.empty((len(chosen), channels, *sides), np.uint8)
+    channels_first = empty((len(chosen), channels, *sides), np.uint8)
     step = images_at_once(images.shape[1:])
     for start in range(0, len(chosen), step):
         part = images[chosen[start : start + step]]

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib import format as npy
 
 from gradveil.data._arrays import Array, open_regular, reading
-from gradveil.data._limits import check_size, fill
+from gradveil.data._limits import check_size, empty, fill
 
 MAX_MEMBERS = 1000
 MAX_DIRECTORY = 2**20
@@ -66,7 +66,7 @@ def _read(archive: zipfile.ZipFile, name: str, member: zipfile.ZipInfo) -> Array
         declared, available = math.prod(shape) * dtype.itemsize, member.file_size - stream.tell()
         if declared != available or any(side < 0 for side in shape):
             raise ValueError(f"{name} declares {list(shape)} of {dtype}, {declared:,} bytes, and has {available:,}")
-        array = np.empty(shape[::-1] if in_fortran_order else shape, dtype)
+        array = empty(shape[::-1] if in_fortran_order else shape, dtype)
         # Reading past the end makes zipfile verify the checksum of the member.
         if (got := fill(array, stream)) != declared or stream.read(1):
             raise ValueError(f"{name} declares {declared:,} bytes and has {got:,}")
