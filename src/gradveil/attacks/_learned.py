@@ -114,32 +114,42 @@ def learned_once(
 def _learn(path: Path, learning: Learning, learn: Callable[[Learning], A]) -> A:
     """Learn, and write what was learned."""
     fitted = learn(learning)
-    tensors: dict[str, Tensor] = {}
-    about: dict[str, Any] = {}
-    for name in state_fields(fitted):
-        value = getattr(fitted, name)
-        if isinstance(value, Tensors):
-            tensors |= {f"{name}/{key}": tensor.detach().cpu() for key, tensor in value.items()}
-            about[name] = {"tensors": list(value)}  # the file itself has an order of its own
-        else:
-            about[name] = {"value": value}
-    save_atomically(path, tensors, about)
+    save_atomically(path, *packed(fitted))
     learning.discard()
     return fitted
 
 
 def _read(attack: A, path: Path, device: torch.device) -> A:
     tensors, about = load(path)
+    try:
+        return unpacked(attack, tensors, about, device)
+    except (LookupError, AttributeError, TypeError) as error:
+        raise DataError(f"{path}: expected what {type(attack).__name__} has learned, got something else") from error
+
+
+def packed(fitted: object) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """What an attack has learned, as tensors by name and a description that JSON can hold."""
+    tensors: dict[str, Tensor] = {}
+    about: dict[str, Any] = {}
+    for name in state_fields(fitted):
+        value = getattr(fitted, name)
+        if isinstance(value, Tensors):
+            tensors |= {f"{name}/{key}": tensor.detach().cpu() for key, tensor in value.items()}
+            about[name] = {"tensors": list(value)}  # a file has an order of its own
+        else:
+            about[name] = {"value": value}
+    return tensors, about
+
+
+def unpacked(attack: A, tensors: Mapping[str, Tensor], about: Mapping[str, Any], device: torch.device) -> A:
+    """The attack with what `packed` took from a fitted one; a `LookupError` or `TypeError` if that does not fit."""
     found: dict[str, Any] = {}
     for name in state_fields(attack):
-        try:
-            entry = about[name]
-            keys = entry.get("tensors")
-            found[name] = (
-                entry["value"] if keys is None else Tensors({key: tensors[f"{name}/{key}"].to(device) for key in keys})
-            )
-        except (LookupError, AttributeError, TypeError) as error:
-            raise DataError(f"{path}: expected what {type(attack).__name__} has learned, got something else") from error
+        entry = about[name]
+        keys = entry.get("tensors")
+        found[name] = (
+            entry["value"] if keys is None else Tensors({key: tensors[f"{name}/{key}"].to(device) for key in keys})
+        )
     replaced: Any = dataclasses.replace(attack, **found)  # type: ignore[type-var]
     fitted: A = replaced
     return fitted

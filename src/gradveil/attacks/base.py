@@ -49,6 +49,7 @@ class Attack(Method, ABC):
     adapts: ClassVar[bool] = False  # True: uses several rounds and knowledge of the defense
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
+    uses_public: ClassVar[bool] = False  # True: does better with public data, but works without
     finds: ClassVar[type[Findings]] = Reconstruction  # what `run` returns, which decides how it is called
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name

@@ -77,6 +77,7 @@ class Reconstruction(Findings):
         certain: ``[victims, examples]``, True if the attacker can tell that this is one example and not a mixture;
             None if the attack never can.
         history: how the search went; None if there was no search.
+        found_by: for each victim, the spec of the attack that found this, if an attack chose among others; else None.
 
     Example:
         >>> import torch
@@ -92,6 +93,7 @@ class Reconstruction(Findings):
     ambiguous_labels: Tensor | None = None
     certain: Tensor | None = None
     history: LossHistory | None = None
+    found_by: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from gradveil import metrics, models, theory
 from gradveil.attacks import Attack, Reconstruction, ThreatModel
+from gradveil.attacks.matching import choose_execution
 from gradveil.attacks.problem import Progress
 from gradveil.audit.rows import MODES, PUBLISHERS
 from gradveil.core import checks
@@ -427,7 +428,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
-            public=self.public if self.attack.needs_public else None,
+            public=self.public if self.attack.needs_public or self.attack.uses_public else None,
             local_known=self.local_known,
         )
 
@@ -587,7 +588,7 @@ def fit(case: Case, *, progress: Progress = None, cache: Path | None = None) -> 
         progress: called with (steps done, steps in all, seconds left).
         cache: see `Attack.fit`.
     """
-    if not case.attack.needs_public:
+    if not (case.attack.needs_public or case.attack.uses_public):
         return case
     victims, hidden = case.victims, case.prepared.defense.hides_updates
     threat = case.threat(victims.inputs.shape[1] if hidden else victims.batch_size, victims.targets)
@@ -616,15 +617,6 @@ def attack_on(
         progress=progress,
         execution=execution or choose_execution(task, targets.shape[1]),
     )
-
-
-def choose_execution(task: Task, batch_size: int) -> str:
-    """Loop or batch, by size and not by timing: they round differently, and an audit must be repeatable to the bit.
-
-    Measured on two cores: one vmapped program for all victims is three times faster on lenet (30,000 values) and
-    slower on convnet and resnet18 (millions).
-    """
-    return "batch" if batch_size * task.activations + task.size < 300_000 else "loop"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ import gradveil
 from gradveil import data, metrics
 from gradveil.attacks import Attack
 from gradveil.attacks import create as create_attack
+from gradveil.attacks.matching import choose_execution
 from gradveil.audit import cases, games
 from gradveil.audit.cases import Batch, Case, PreparedDefense, Score, Victims, finite
 from gradveil.audit.config import AuditConfig
@@ -426,7 +427,7 @@ class Subject:
     def chunk(self, attack: Attack) -> int:
         """Victims that are attacked together: one, where that costs no time, so that a kill costs only that one."""
         config = self.config
-        alone = cases.choose_execution(self.task, config.batch_size * config.aggregated) == "loop"
+        alone = choose_execution(self.task, config.batch_size * config.aggregated) == "loop"
         return 1 if alone and config.observed_rounds == 1 and not attack.needs_public else config.chunk
 
     def case(self, prepared: PreparedDefense, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:

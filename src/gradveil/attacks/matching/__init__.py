@@ -4,7 +4,7 @@ from gradveil.attacks.matching._search import match
 from gradveil.attacks.matching.cost import NOTHING, Matching, matched_layers
 from gradveil.attacks.matching.distances import COSINE, RELATIVE, SQUARED, Distance
 from gradveil.attacks.matching.masks import MaskSearch
-from gradveil.attacks.matching.objective import Objective
+from gradveil.attacks.matching.objective import Objective, choose_execution
 from gradveil.attacks.matching.optimisers import LBFGS, Adam, Optimiser, Solution
 from gradveil.attacks.matching.priors import LEAST_PRIOR, ROUNDING, check_prior
 from gradveil.attacks.matching.space import Space
@@ -18,6 +18,7 @@ __all__ += [
     "Solution",
     "Space",
     "check_prior",
+    "choose_execution",
     "match",
     "matched_layers",
 ]

@@ -1,0 +1,238 @@
+"""Auto: one attack that needs no tuning. It tries a portfolio on clients of its own and uses what worked."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from time import perf_counter
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradveil.attacks._learned import Learning, packed, unpacked
+from gradveil.attacks._portfolio import (
+    PORTFOLIO,
+    Calibration,
+    Member,
+    Price,
+    Trial,
+    as_seen_by,
+    best_policy,
+    distances,
+    from_spec,
+)
+from gradveil.attacks.base import ATTACKS, Attack
+from gradveil.attacks.findings import Reconstruction
+from gradveil.attacks.problem import Observed, Problem, Progress
+from gradveil.attacks.threat import ThreatModel
+from gradveil.core.errors import GradveilError, ThreatModelError
+from gradveil.core.parameters import has_all_state, number, state
+from gradveil.core.randomness import fresh_generator
+from gradveil.core.tensors import Tensors
+from gradveil.metrics import METRICS
+from gradveil.task import Task
+from gradveil.update import Rounds
+
+LEAST_TRIED = 20
+"""Iterations that a search is given at least when it is tried, whatever they cost: fewer tell nothing."""
+LEAST = 100
+"""The same when it attacks."""
+LEARNING = 8
+"""An attack that learns may take as long as attacking so many victims; else it learns from less, or is left out."""
+
+
+@ATTACKS.register("auto")
+@dataclass(frozen=True, repr=False)
+class Auto(Attack):
+    r"""Try every attack that fits on simulated clients, then attack with what worked best there.
+
+    The attacker simulates a few clients with public data (without any, with random inputs of the modality): undefended
+    if it does not know the defense, else defended. As it knows what these clients hold, it can see which attacks of a
+    portfolio work on this model, at these weights, with batches and local steps like these, and against this defense:
+    closed forms, gradient matching by L-BFGS and by Adam with weak and strong priors, and learning. A policy is one
+    member, or two between which each victim's own distance decides,
+
+    .. math:: d(x) = |u - \nabla L(x)| \, / \, |u|,
+
+    the relative distance between what was seen of the victim and what a client with the examples found would have sent.
+    The policy with the best median over the simulated clients attacks the victims. What the victims really hold is
+    never used. A member that cannot handle the task or the threat model is left out, one that refuses an update is
+    replaced by the next best.
+
+    The budget is counted, not timed (see `gradveil.core.work.nominal_seconds`), so that the same call finds the same on
+    every machine, however busy. Trying the portfolio costs as much as attacking four victims. No search is cut to fewer
+    than 100 iterations, 20 while it is tried, so on large networks it takes longer than the budget says.
+
+    Args:
+        seconds: nominal seconds of one core for each victim.
+
+    References:
+        Croce and Hein, Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks, ICML 2020, for the idea.
+
+    Example:
+        >>> import gradveil
+        >>> from gradveil import metrics, models
+        >>> model = models.create("mlp", input_shape=(1, 4, 4), classes=3)
+        >>> task = gradveil.Task(model, input_shape=(1, 4, 4), classes=3)
+        >>> image, label = torch.rand(1, 1, 4, 4, generator=torch.manual_seed(1)), torch.tensor([2])
+        >>> update = gradveil.defense("none").share(task, image, label)
+        >>> attack = Auto(seconds=0.01).fit(task, ThreatModel(), generator=torch.manual_seed(0))
+        >>> found = attack.reconstruct(task, update, ThreatModel(), generator=torch.manual_seed(0))
+        >>> bool(metrics.psnr(image, found.inputs[0].clamp(0, 1)) > 40), attack.chosen["members"] == [found.found_by[0]]
+        (True, True)
+    """
+
+    paper = "ours; after Croce & Hein, ICML 2020"
+
+    adapts = True
+    finds_labels = True  # each member finds them in its own way
+    simulates = True  # each member gets raw updates and looks up what it may know itself
+    uses_public = True
+
+    seconds: float = number(5.0, above=0)
+    chosen: Mapping[str, Any] | None = state()
+    learned: Tensors | None = state()
+
+    def check_threat(self, task: Task, threat: ThreatModel) -> None:
+        """Refuse what no member can attack, with their reasons."""
+        super().check_threat(task, threat)
+        reasons = []
+        for attack in (member.attack() for member in PORTFOLIO):
+            try:
+                attack.check_threat(task, as_seen_by(attack, threat))
+            except GradveilError as error:
+                reasons.append(str(error))
+            else:
+                return
+        raise ThreatModelError(f"{self.name}: no attack of its portfolio applies here: {'; '.join(reasons)}")
+
+    def reconstruct(
+        self,
+        task: Task,
+        updates: Observed,
+        threat: ThreatModel,
+        *,
+        generator: torch.Generator | None = None,
+        progress: Progress = None,
+        execution: str = "auto",
+    ) -> Reconstruction:
+        """As `Attack.reconstruct`; if it was not fitted, it first is."""
+        generator = generator or fresh_generator(task.device)
+        fitted = self if has_all_state(self) else self.fit(task, threat, generator=generator, progress=progress)
+        return Attack.reconstruct(
+            fitted, task, updates, threat, generator=generator, progress=progress, execution=execution
+        )
+
+    def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
+        """Simulate clients, try every member of the portfolio on them, and choose."""
+        calibration = Calibration.of(task, threat, learning)
+        refused: dict[str, str] = {}
+        prices: dict[Member, Price] = {}
+        for member in PORTFOLIO:
+            try:
+                prices[member] = calibration.price(member)
+            except GradveilError as error:
+                refused[member.spec] = str(error)
+        share = self.seconds / max(1, len(prices))
+        trials = []
+        for place, (member, price) in enumerate(prices.items()):
+            attack = member.attack(price.iterations(share, LEAST_TRIED))
+            part = _part(learning.progress, place, len(prices))
+            try:
+                trials.append(calibration.trial(member, price, attack, LEARNING * self.seconds, part))
+            except GradveilError as error:
+                refused[member.spec] = str(error)
+        if not trials:
+            raise ThreatModelError(f"{self.name}: every attack of its portfolio refused: {'; '.join(refused.values())}")
+        policy = best_policy(trials, METRICS.get(task.modality.primary).noticeable)
+        ranked = policy + sorted((trial for trial in trials if trial not in policy), key=lambda trial: -trial.median)
+        armed = [self._armed(trial, len(policy) if trial in policy else 1) for trial in ranked]
+        tensors: dict[str, Tensor] = {}
+        about = {}
+        for attack in armed:
+            values, about[str(attack)] = packed(attack)
+            tensors |= {f"{attack}/{name}": value for name, value in values.items()}
+        chosen = {
+            "members": [str(attack) for attack in armed[: len(policy)]],
+            "substitutes": [str(attack) for attack in armed[len(policy) :]],
+            "learned": about,
+            "closeness": {trial.member.spec: list(trial.closeness) for trial in trials},
+            "refused": refused,
+        }
+        return replace(self, chosen=chosen, learned=Tensors(tensors))
+
+    def _armed(self, trial: Trial, sharing: int) -> Attack:
+        """A member with all the iterations that the budget allows if `sharing` members share it."""
+        if trial.attack.needs_public:
+            return trial.attack
+        return trial.member.attack(trial.price.iterations(self.seconds / sharing, LEAST))
+
+    def run(self, problem: Problem) -> Reconstruction:
+        """Attack with the members of the policy, and keep for each victim what is nearest to its update."""
+        assert self.chosen is not None
+        wanted, substitutes = list(self.chosen["members"]), list(self.chosen["substitutes"])
+        parts = len(wanted)
+        found: list[tuple[str, Reconstruction]] = []
+        while wanted:
+            spec = wanted.pop(0)
+            try:
+                result = self._attack_with(spec, problem, _part(problem.progress, len(found), parts))
+            except GradveilError:
+                if substitutes:
+                    wanted.append(substitutes.pop(0))
+                elif not found:
+                    raise
+            else:
+                found.append((spec, result))
+        return _nearest(problem, found)
+
+    def _attack_with(self, spec: str, problem: Problem, progress: Progress) -> Reconstruction:
+        assert self.chosen is not None
+        assert self.learned is not None
+        attack = from_spec(spec)
+        mine = {name.removeprefix(f"{spec}/"): value for name, value in self.learned.items() if name.startswith(spec)}
+        attack = unpacked(attack, mine, self.chosen["learned"][spec], problem.task.device)
+        threat = as_seen_by(attack, problem.threat)
+        rounds = problem.rounds if threat.rounds > 1 else problem.rounds[:1]
+        observed = [
+            Rounds([(task, {name: value[victim] for name, value in updates.items()}) for task, updates in rounds])
+            for victim in range(problem.victims)
+        ]
+        return attack.reconstruct(
+            problem.task, observed, threat, generator=problem.generator, progress=progress, execution=problem.execution
+        )
+
+
+def _nearest(problem: Problem, found: list[tuple[str, Reconstruction]]) -> Reconstruction:
+    """For each victim, the reconstruction whose update is nearest to what was seen."""
+    losses = torch.stack([distances(problem.task, problem.updates, result, problem.threat) for _, result in found])
+    best = losses.argmin(0)
+    victims = range(problem.victims)
+
+    def of_best(name: str) -> Tensor:
+        return torch.stack([getattr(found[int(best[victim])][1], name)[victim] for victim in victims])
+
+    return Reconstruction(
+        inputs=of_best("inputs"),
+        labels=of_best("labels"),
+        loss=losses.min(0).values,
+        iterations=of_best("iterations"),
+        history=found[0][1].history if len(found) == 1 else None,
+        execution=found[0][1].execution,
+        interrupted=any(result.interrupted for _, result in found),
+        found_by=tuple(found[int(best[victim])][0] for victim in victims),
+    )
+
+
+def _part(progress: Progress, number: int, parts: int) -> Progress:
+    """Reports the progress of part `number` of several as progress of the whole."""
+    if progress is None:
+        return None
+    report, began = progress, perf_counter()
+
+    def note(step: int, steps: int, left: float) -> None:
+        report(
+            number * 1000 + 1000 * step // steps, parts * 1000, left + (parts - number - 1) * (perf_counter() - began)
+        )
+
+    return note
