@@ -27,6 +27,7 @@ from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.job import as_batch, split_public
 from gradveil.modality import IMAGE
 from pinned import load
+from presets import preset
 
 Row = dict[str, Any]
 
@@ -124,7 +125,7 @@ def attack_of(case: Row) -> Attack:
     if "budget" not in case:
         return gradveil.attack(case["attack"])
     model = parse_spec(case["model"])[0]
-    return gradveil.preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
+    return preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
 
 
 def fitted_case(case: Row, session: Session) -> cases.Case:

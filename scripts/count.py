@@ -48,7 +48,7 @@ PLACES = {
     ],
     "image attacks": [
         *("attacks/*imprint*", "attacks/loki*", "attacks/robbing*", "attacks/r_gap*", "attacks/inverting_gradients*"),
-        *("attacks/grad_inversion*", "attacks/presets.py", "theory/rank.py", "models/inspection.py"),
+        *("attacks/grad_inversion*", "theory/rank.py", "models/inspection.py"),
     ],
     "image defenses": ["defenses/ats*", "defenses/refiner*", "defenses/_transforms.py", "defenses/_denoising.py"],
     "pictures in reports": ["report/_images.py", "report/_gallery.py", "report/_picture.py"],

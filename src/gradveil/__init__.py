@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from gradveil import theory
     from gradveil.attacks import Attack, Reconstruction, ThreatModel
     from gradveil.attacks import create as attack
-    from gradveil.attacks.presets import preset
     from gradveil.core import errors
     from gradveil.defenses import Chain, Defense, ErrorFeedback, Perturbation, StepDefense
     from gradveil.defenses import create as defense
@@ -38,7 +37,6 @@ _ORIGINS = {
     "compensate": "defenses.compensation",
     "defense": "defenses:create",
     "inspect": "models.inspection",
-    "preset": "attacks.presets",
 }
 _PACKAGES = {
     **{name: name for name in ("attacks", "audit", "data", "defenses", "federation", "flower", "metrics", "models")},
@@ -67,7 +65,6 @@ __all__ = [
     "inspect",
     "list_attacks",
     "list_defenses",
-    "preset",
     "theory",
     "wire",
 ]

@@ -34,6 +34,7 @@ QUICK = {
     "mjolnir": {"directions": 8, "epochs": 2, "iterations": 10},
     "identification": {},
     "peel": {"iterations": 5},
+    "auto": {"seconds": 0.01},
     "membership": {},
     "attribute": {"directions": 8, "epochs": 2},
 }

@@ -16,6 +16,8 @@ from filelock import FileLock
 
 import gradveil
 from gradveil import data, models
+from gradveil.audit.pieces import Piece
+from gradveil.audit.plan import Plan
 from gradveil.audit.store import resume_command
 from gradveil.cli._console import ProgressLines
 from gradveil.federation.job import PUBLIC_SAMPLES
@@ -75,31 +77,43 @@ def test_audit_says_which_attackers_and_which_flags(gradveil_command, tmp_path):
     assert "--plain" in config["command"]
 
 
-@pytest.mark.filterwarnings("ignore:LPIPS is left out")
-def test_a_budget_fills_in_parameters(gradveil_command, tmp_path):
-    words = "audit --model mlp --defense none --attack idlg --attack dlg:iterations=2 --budget quick".split()
-    code, _, _ = gradveil_command(*words, *"--victims 1 --rounds 1 --clients 2 --out".split(), tmp_path / "out")
-    assert code == 0
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["attacks"] == ["idlg:iterations=150,restarts=1,mute=none", "dlg:iterations=2,restarts=1,mute=none"]
-
-
-def test_a_budget_on_resuming_suits_the_data_and_the_model_of_the_audit(gradveil_command, tmp_path, monkeypatch):
-    asked = []
+@pytest.fixture
+def asked(monkeypatch):
+    """The configs of the audits that were asked for; none of them runs."""
+    configs = []
 
     def note(config, _folder, **_options):
-        asked.append(config)
+        configs.append(config)
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gradveil.cli._audit.run_audit", note)
-    first = "audit --dataset cifar10 --model resnet18 --attack dlg --budget quick --out".split()
-    gradveil_command(*first, tmp_path)
-    monkeypatch.setattr("gradveil.cli._audit.read_audit", lambda _folder: asked[0].to_json() | {"plugin_files": {}})
-    (tmp_path / "config.json").touch()
-    gradveil_command("audit", "--resume", "--budget", "quick", "--out", tmp_path)
-    assert asked[1] == asked[0]
-    gradveil_command("audit", "--resume", "--budget", "quick", "--attack", "dlg", "--out", tmp_path)
-    assert asked[2] == asked[0]
+    return configs
+
+
+def test_a_budget_is_that_of_auto(gradveil_command, tmp_path, asked):
+    gradveil_command(*"audit --budget quick --out".split(), tmp_path)
+    gradveil_command(*"audit --attack dlg:iterations=2 --attack auto --budget thorough --out".split(), tmp_path)
+    assert [config.attacks for config in asked] == [
+        ("auto:seconds=2.0",),
+        ("dlg:iterations=2,restarts=1,mute=none", "auto:seconds=30.0"),
+    ]
+    code, _, err = gradveil_command(*"audit --attack dlg --budget quick --out".split(), tmp_path)
+    assert code == 2
+    assert "--budget is the budget of auto, got attacks dlg; add --attack auto" in err
+
+
+def test_minutes_choose_the_largest_budget_that_fits(gradveil_command, tmp_path, asked, monkeypatch):
+    def plan(config, _folder, **_options):
+        """An audit that takes a minute, and two for each nominal second per victim."""
+        seconds = float(config.attacks[0].removeprefix("auto:seconds="))
+        return Plan([Piece("training", "none")], [60 + 120 * seconds], 1, 0)
+
+    monkeypatch.setattr("gradveil.cli._audit.make_plan", plan)
+    code, _, _ = gradveil_command(*"audit --minutes 20 --out".split(), tmp_path)
+    assert asked[0].attacks == ("auto:seconds=7.5",)  # 80 % of 20 minutes
+    code, _, err = gradveil_command(*"audit --minutes 2 --out".split(), tmp_path)
+    assert code == 2
+    assert "expected at least 3 minutes for this audit on this machine, got 2" in err
 
 
 @pytest.mark.filterwarnings("ignore:LPIPS is left out")

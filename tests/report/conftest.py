@@ -160,6 +160,7 @@ class AuditFolder:
             "loss_restarts": None,
             "iterations": 100,
             "seconds": 1.5 + victim / 10,
+            "found_by": None,
             "image": image,
         }
         self.results.append(row)

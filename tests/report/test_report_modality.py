@@ -162,6 +162,7 @@ def folder(meters, tmp_path):
             loss_restarts=None,
             iterations=3,
             seconds=1.0,
+            found_by=None,
             image="images/found.png",
             image_digest=bytes_digest(picture),
             original_digest=bytes_digest(picture) if defense is None else None,

@@ -39,6 +39,7 @@ class Member:
     Args:
         spec: its name, with the parameters that are not decided by the budget.
         steps: the iterations after which it is better to start again; None: it takes none.
+        unless: the spec of a member that is better wherever it applies; this one is tried only where it does not.
 
     Example:
         >>> Member("idlg", 1000).attack(2500).restarts, Member("idlg", 1000).attack(40).iterations
@@ -47,6 +48,7 @@ class Member:
 
     spec: str
     steps: int | None = None
+    unless: str | None = None
 
     def attack(self, iterations: int = 1) -> Attack:
         """The attack with so many iterations in all; what exceeds `steps` becomes restarts."""
@@ -71,8 +73,7 @@ PORTFOLIO = (
     Member("inverting-gradients:optimiser=lbfgs,tv=0.01", 500),
     Member("inverting-gradients:optimiser=lbfgs,tv=0.001", 500),
     Member("inverting-gradients:lr=0.1,tv=0.001", 4000),
-    Member("inverting-gradients:lr=0.02,tv=0.01", 4000),
-    Member("dlg", 1000),
+    Member("dlg", 1000, unless="idlg"),
     Member("lti:directions=300,draws=8,hidden=512,epochs=40"),
 )
 """Closed forms, gradient matching in forms that suit smooth, ReLU and deep networks, and learning. Attacks that need a
@@ -164,7 +165,7 @@ class Calibration:
 
     @classmethod
     def of(cls, task: Task, threat: ThreatModel, learning: Learning) -> "Calibration":
-        """Simulate clients with public data, or with random inputs if none is granted."""
+        """Simulate clients with public data, or with imitations if there is too little of it."""
         needed = CLIENTS * threat.batch_size
         (inputs, labels), others = _divided(task, threat, needed, learning.generator)
         groups = torch.arange(needed, device=task.device).view(CLIENTS, -1)
@@ -294,15 +295,15 @@ def as_seen_by(attack: Attack, threat: ThreatModel) -> ThreatModel:
 
 def _divided(task: Task, threat: ThreatModel, needed: int, generator: torch.Generator) -> tuple[Batch, Batch | None]:
     """Examples for the simulated clients, and the rest of the public data, from which other attacks may learn."""
-    if threat.public is None:
-        inputs = task.modality.start((needed, *task.input_shape), generator, dtype=task.dtype, device=task.device)
-        return (inputs, task.random_labels(needed, generator)), None
+    if threat.public is None or len(threat.public[0]) < 2 * needed:
+        if task.classes is None:
+            raise ThreatModelError(
+                f"auto: expected at least {2 * needed} public examples to try attacks on, as labels that are not "
+                "classes cannot be made up; grant them in ThreatModel(public=...)"
+            )
+        inputs = task.modality.imitations(needed, task.input_shape, generator, dtype=task.dtype)
+        return (inputs.to(task.device), task.random_labels(needed, generator)), threat.public
     inputs, labels = granted_public("auto", task, threat)
     order = torch.randperm(len(inputs), generator=generator, device=generator.device).to(inputs.device)
-    if len(order) < needed:
-        raise ThreatModelError(
-            f"auto: expected at least {needed} public examples, {CLIENTS} batches of {threat.batch_size} to try "
-            f"attacks on, got {len(order)}; grant more, or none at all"
-        )
     mine, others = order[:needed], order[needed:]
-    return (inputs[mine], labels[mine]), (inputs[others], labels[others]) if len(others) else None
+    return (inputs[mine], labels[mine]), (inputs[others], labels[others])

@@ -129,6 +129,8 @@ class Auto(Attack):
         refused: dict[str, str] = {}
         prices: dict[Member, Price] = {}
         for member in PORTFOLIO:
+            if member.unless in {better.spec for better in prices}:
+                continue
             try:
                 prices[member] = calibration.price(member)
             except GradveilError as error:

@@ -54,6 +54,11 @@ class Attack(Method, ABC):
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
+    @property
+    def takes_public(self) -> bool:
+        """Whether it learns from public data if the threat model grants any."""
+        return self.needs_public or self.uses_public
+
     @abstractmethod
     def run(self, problem: Problem) -> Findings:
         """Recover what the updates give away."""

@@ -428,7 +428,7 @@ class Case:
             server=self.attack.server,
             known_labels=targets if self.labels == "known" else None,
             rounds=self.rounds,
-            public=self.public if self.attack.needs_public or self.attack.uses_public else None,
+            public=self.public if self.attack.takes_public else None,
             local_known=self.local_known,
         )
 
@@ -588,7 +588,7 @@ def fit(case: Case, *, progress: Progress = None, cache: Path | None = None) -> 
         progress: called with (steps done, steps in all, seconds left).
         cache: see `Attack.fit`.
     """
-    if not (case.attack.needs_public or case.attack.uses_public):
+    if not case.attack.takes_public:
         return case
     victims, hidden = case.victims, case.prepared.defense.hides_updates
     threat = case.threat(victims.inputs.shape[1] if hidden else victims.batch_size, victims.targets)
@@ -632,6 +632,7 @@ class Score:
             losses was not finite.
         iterations: iterations of the longest search.
         seconds: the victim's share of the wall time.
+        found_by: the attack that found this, if the attack chose among others.
     """
 
     inputs: Tensor = field(repr=False)
@@ -641,6 +642,7 @@ class Score:
     losses: Mapping[str, Any]
     iterations: int
     seconds: float
+    found_by: str | None = None
 
 
 def score(
@@ -682,6 +684,7 @@ def score(
                 losses=_losses(found, victim, count),
                 iterations=int(steps[victim].max()),
                 seconds=found.seconds / count,
+                found_by=None if found.found_by is None else found.found_by[victim * len(found.found_by) // count],
             )
         )
     return results

@@ -60,7 +60,7 @@ class Piece:
 
         A plain attacker knows no defense, so what it learns serves against all of them.
         """
-        if self.attack is None or not create_attack(self.attack).needs_public:
+        if self.attack is None or not create_attack(self.attack).takes_public:
             return None
         return self.attack, self.defense if self.adaptive else None
 

@@ -16,7 +16,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 6
+VERSION = 7
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -25,11 +25,7 @@ DEFENSES = (
     "dual-pruning:k1=0.05,k2=0.75+error-feedback",
     "gradient-dropout:keep=0.8,std=0.005",
 )
-ATTACKS = (
-    "idlg:iterations=150",
-    "inverting-gradients:optimiser=lbfgs,iterations=100,tv=0.01",
-    "lti:directions=300,draws=6,hidden=512,epochs=30",
-)
+ATTACKS = ("auto",)
 MODES = ("train", "inference")
 """The modes of batch norm and dropout."""
 PUBLISHERS = ("honest", "lying", "victim")
@@ -237,6 +233,7 @@ class ResultRow(Row):
         bound_mse: the least mean squared error of any attacker on smoothed inputs; None: no bound is known.
         loss: the attacker's own loss at the end of its search; `loss_start` is that at its beginning, `loss_late` that
             after nine tenths of it, `loss_restarts` that at the end of each restart.
+        found_by: the attack that found this, if the attack chose among others; None: it did not choose.
         image: path of the reconstruction's picture in the folder, and `image_digest` the digest of that file;
             `original_digest` is that of the victim's own picture, in the rows of the blind guess.
     """
@@ -270,6 +267,7 @@ class ResultRow(Row):
     loss_restarts: tuple[float, ...] | None = _field(kinds.optional(kinds.list_of(kinds.ANY_NUMBER, 100_000)))
     iterations: int = _field(kinds.integer(0))
     seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
+    found_by: str | None = _field(kinds.optional(kinds.text()))
     image: str | None = _field(kinds.optional(_PICTURE))
     image_digest: str | None = _field(kinds.optional(kinds.digest()))
     original_digest: str | None = _field(kinds.optional(kinds.digest()))

@@ -428,7 +428,7 @@ class Subject:
         """Victims that are attacked together: one, where that costs no time, so that a kill costs only that one."""
         config = self.config
         alone = choose_execution(self.task, config.batch_size * config.aggregated) == "loop"
-        return 1 if alone and config.observed_rounds == 1 and not attack.needs_public else config.chunk
+        return 1 if alone and config.observed_rounds == 1 and not attack.takes_public else config.chunk
 
     def case(self, prepared: PreparedDefense, attack: Attack, adaptive: bool, victims: Victims | None = None) -> Case:
         """The case of some of the victims, by default all."""
@@ -445,7 +445,7 @@ class Subject:
             publisher=config.publisher,
             server_lr=config.lr,
             seed=config.seed,
-            public=self.public if attack.needs_public else None,
+            public=self.public if attack.needs_public or (attack.uses_public and len(self.public_examples)) else None,
         )
 
     def check_attacks(self) -> None:
@@ -486,8 +486,10 @@ class Subject:
                 for attack in map(create_attack, config.attacks)
                 if True in self.attackers(create_defense(spec), attack)
             ],
-            "learned": [spec for spec in config.attacks if create_attack(spec).needs_public],
-            "simulating": [spec for spec in config.attacks if create_attack(spec).simulates],
+            "learned": [spec for spec in config.attacks if create_attack(spec).takes_public],
+            "simulating": [
+                spec for spec in config.attacks if (attack := create_attack(spec)).simulates and attack.needs_public
+            ],
             "public_examples": len(self.public_examples),
             "public_overlap": _overlap(self.victims.inputs.flatten(0, 1), self.dataset.train, self.public_examples),
             "generic": [spec for spec in config.defenses if not create_defense(spec).has_adaptive_attacker],
@@ -869,6 +871,7 @@ class _Work:
             **score.losses,
             iterations=score.iterations,
             seconds=round(score.seconds, 3),
+            found_by=score.found_by,
             image=image,
             image_digest=image_digest,
             original_digest=original_digest,

@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.progress import TextColumn
 
-import gradveil
 from gradveil import report
-from gradveil.attacks.presets import BUDGETS
 from gradveil.audit import AuditConfig, Plan, Step, default_folder, make_plan
 from gradveil.audit import run as run_audit
 from gradveil.audit.folder import is_model_file, read_audit
@@ -22,8 +21,15 @@ from gradveil.cli import _report
 from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
 from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
 from gradveil.core import checks, plugins
-from gradveil.core.errors import OutputError, WorkerError
+from gradveil.core.errors import OutputError, ParameterError, WorkerError
 from gradveil.core.registry import parse_spec
+
+BUDGETS = {"quick": 2.0, "standard": 5.0, "thorough": 30.0}
+"""Nominal seconds for each victim that `auto` gets, by the name of the budget."""
+LEAST_SECONDS = 0.5
+"""The smallest budget that --minutes chooses."""
+SAFETY = 0.8
+"""The share of --minutes that an audit is planned for: an estimate may be wrong, and other programs may run."""
 
 
 def run(options: Mapping[str, Any]) -> None:
@@ -62,9 +68,16 @@ def run(options: Mapping[str, Any]) -> None:
         if options["model"] is None and is_model_file(base.model):
             raise untrusted("audit", output, base.model)
     if options["budget"] is not None:
-        asked["attacks"] = _with_presets(attacks, options["budget"], options["dataset"], options["model"], base)
+        asked["attacks"] = _with_budget(attacks or base.attacks, options["budget"])
     given: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
     config = dataclasses.replace(base, **given)
+    if options["minutes"] is not None:
+        if options["budget"] is not None or resume:
+            raise ParameterError(
+                "audit: --minutes chooses the budget when an audit begins; leave --budget and --resume out, or it"
+            )
+        config = _within(config, output or default_folder(config), options["minutes"], options["workers"])
+        say(f"{duration(60 * options['minutes'])}: {config.attacks[0]}")
     folder = output or default_folder(config)
     if resume and output is not None and not (output / CONFIG).exists():
         raise OutputError(
@@ -138,13 +151,52 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     print_result(f"{_amount(plan)}, estimated on this machine as it is now{memory}")
 
 
-def _with_presets(
-    attacks: list[str] | None, budget: str, dataset: str | None, model: str | None, base: AuditConfig
-) -> tuple[str, ...]:
-    """The attacks, those without parameters of their own with the preset for this data and model."""
-    checks.choice("audit", "budget", budget, BUDGETS)
-    data_name, model_name = parse_spec(dataset or base.dataset)[0], parse_spec(model or base.model)[0]
-    return tuple(
-        spec if ":" in spec else str(gradveil.preset(spec, budget, dataset=data_name, model=model_name))
-        for spec in attacks or [parse_spec(spec)[0] for spec in base.attacks]
-    )
+def _with_budget(attacks: Sequence[str], budget: str) -> tuple[str, ...]:
+    """The attacks, with `auto` at another budget."""
+    seconds = BUDGETS[checks.choice("audit", "budget", budget, BUDGETS)]
+    _require_auto("--budget", attacks)
+    return tuple(_auto(seconds) if _is_auto(spec) else spec for spec in attacks)
+
+
+def _is_auto(spec: str) -> bool:
+    """Whether a spec is that of `auto`, with any budget."""
+    return parse_spec(spec)[0] == "auto"
+
+
+def _require_auto(option: str, attacks: Sequence[str]) -> None:
+    if not any(map(_is_auto, attacks)):
+        raise ParameterError(
+            f"audit: {option} is the budget of auto, got attacks {', '.join(attacks)}; add --attack auto, or leave "
+            f"{option} out"
+        )
+
+
+def _auto(seconds: float) -> str:
+    return f"auto:seconds={seconds:g}"
+
+
+def _within(config: AuditConfig, folder: Path, minutes: float, workers: int | None) -> AuditConfig:
+    """The same audit with as large a budget of `auto` as fits into so many minutes."""
+    _require_auto("--minutes", config.attacks)
+
+    def duration_with(seconds: float) -> float:
+        return make_plan(_at(config, seconds), folder, workers=workers).duration
+
+    # The time is a constant, for trainings and games, plus a multiple of the budget.
+    few, many = BUDGETS["quick"], BUDGETS["standard"]
+    shorter, longer = duration_with(few), duration_with(many)
+    slope = max(longer - shorter, 1e-3) / (many - few)
+    seconds = few + (SAFETY * 60 * minutes - shorter) / slope
+    if seconds < LEAST_SECONDS:
+        needed = (shorter - (few - LEAST_SECONDS) * slope) / 60 / SAFETY
+        raise ParameterError(
+            f"audit: expected at least {math.ceil(needed)} minutes for this audit on this machine, got {minutes:g}; "
+            "give more, or ask for fewer --victims, --defense or --rounds"
+        )
+    # Two digits: the estimate is no better, and the same audit is then found again by its name.
+    return _at(config, float(f"{seconds:.2g}"))
+
+
+def _at(config: AuditConfig, seconds: float) -> AuditConfig:
+    attacks = tuple(_auto(seconds) if _is_auto(spec) else spec for spec in config.attacks)
+    return dataclasses.replace(config, attacks=attacks)

@@ -39,9 +39,13 @@ def audit(
         str | None,
         _setting(
             "budget",
-            "quick, standard or thorough: presets for attacks that are named without parameters.",
+            "quick, standard or thorough: how much work `auto` spends on each victim.",
             "the attacks as given or listed above",
         ),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        _setting("minutes", "The largest budget of `auto` that fits into this time, by an estimate.", "no limit"),
     ] = None,
     victims: Annotated[int | None, _setting("victims", "Updates attacked under each defense.")] = None,
     batch_size: Annotated[int | None, _setting("batch_size", "Examples behind each update.")] = None,

@@ -99,6 +99,15 @@ class Modality(ABC):
         start = self.start((count, *input_shape), generator, dtype=torch.float32, device=generator.device)
         return start.to(device, dtype)
 
+    def imitations(
+        self, count: int, input_shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype
+    ) -> Tensor:
+        """`count` random inputs that are as much like real ones as can be without any data.
+
+        An attacker without public data tries its attacks on them.
+        """
+        return self.start((count, *input_shape), generator, dtype=dtype, device=generator.device)
+
     def decode(self, found: Tensor) -> Tensor:
         """Convert the result of a search to examples."""
         return found

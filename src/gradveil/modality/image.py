@@ -27,6 +27,9 @@ STRUCTURE_GAIN = 0.25  # SSIM above the blind guess
 STRUCTURE_MARGIN = 1.0  # dB above the blind guess
 BLURRED_MARGIN = 3.0  # dB above the blind guess, both blurred
 
+_CONTRAST = 0.21  # standard deviation of the pixels of an image of CIFAR-10
+_COLOUR = 0.3  # how much the channels of one differ
+
 _JUDGED = ("psnr", "ssim", "psnr_blurred", "ssim_blurred")
 
 
@@ -79,6 +82,23 @@ class Image(Modality):
     ) -> Tensor:
         """Uniform noise."""
         return torch.rand(tuple(shape), generator=generator, dtype=dtype, device=device)
+
+    def imitations(
+        self, count: int, input_shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype
+    ) -> Tensor:
+        """Smooth random images, mostly grey.
+
+        Amplitudes fall with the square of the frequency; neighbouring pixels then differ as much as in CIFAR-10 (.05).
+        """
+        if len(input_shape) != 3:
+            return super().imitations(count, input_shape, generator, dtype=dtype)
+        _, height, width = input_shape
+        squared = torch.fft.fftfreq(height)[:, None].square() + torch.fft.rfftfreq(width).square()
+        squared[0, 0] = torch.inf  # the mean is set below
+        white = torch.randn(count, *input_shape, generator=generator, device=generator.device)
+        smooth = torch.fft.irfft2(torch.fft.rfft2(white) / squared.to(white.device), s=(height, width))
+        mixed = smooth.mean(1, keepdim=True) + _COLOUR * smooth
+        return self.project(0.5 + _CONTRAST * mixed / mixed.flatten(1).std(1).view(-1, 1, 1, 1)).to(dtype)
 
     def project(self, inputs: Tensor) -> Tensor:
         """Clamp to [0, 1]."""
