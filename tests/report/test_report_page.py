@@ -377,6 +377,16 @@ def test_the_glossary_explains_every_heading_badge_and_metric(make_audit):
     assert used - terms == set()
 
 
+def test_the_page_says_what_an_attack_chose_and_at_which_stage(make_audit):
+    draft = make_audit(victims=6)
+    for row in draft.rows():
+        row["found_by"] = "peel:iterations=9" if row["victim"] < 4 or row["defense"] == "none" else "lti:draws=1"
+    draft.config["stage"] = 0.5
+    text = page_of(draft).text.replace(" ,", ",").replace(" .", ".").replace(" ;", ";").replace(" )", ")")
+    assert "untrained weights, after 50 % of an undefended training of" in text
+    assert "chose among its portfolio by how each did on clients of its own: peel undefended; peel (4 of 6) and" in text
+
+
 def test_the_page_says_what_was_attacked_and_what_was_not_tested(make_audit):
     draft = make_audit(victims=6)
     text = page_of(draft).text.replace(" ,", ",").replace(" .", ".")

@@ -1,5 +1,6 @@
 """What an audit attacked, in words, and what it did not test; all of it from its config."""
 
+from collections import Counter
 from collections.abc import Iterator
 from datetime import UTC, datetime
 
@@ -19,6 +20,8 @@ def attacked(audit: Audit) -> list[str]:
     """What was attacked, when, and what the attacker had, as sentences."""
     config, unit = audit.config, audit.modality.unit
     weights = f"the weights in `{config['weights']}`" if config["weights"] else "its initial, untrained weights"
+    if config["stage"]:
+        weights += f", after {percent(config['stage'])} of an undefended training of {config['rounds']} rounds"
     accuracy = config["weights_accuracy"]
     known = (
         f", with which it classifies {percent(accuracy)} of the test {unit}s correctly" if accuracy is not None else ""
@@ -29,6 +32,7 @@ def attacked(audit: Audit) -> list[str]:
         f"The network `{config['model']}` with {config['parameters']:,} parameters and {weights}{known}.{layers}",
         f"{plural(audit.victims, 'victim')} from the test split of `{config['dataset']}`, {_behind(audit)}.",
         f"The attacker {_seen(audit)}, knows the model, and {_labels(audit)}. {_public(audit)}",
+        *_choices(audit),
         _when(audit),
     ]
 
@@ -63,6 +67,25 @@ def _public(audit: Audit) -> str:
     return f"{learners} learned from {audit.config['public_examples']:,} public {audit.modality.unit}s."
 
 
+def _choices(audit: Audit) -> Iterator[str]:
+    """What attacks that choose among others attacked with, by the victims that they chose it for."""
+    chosen: dict[str, dict[str, Counter[str]]] = {}
+    for row in audit.attempts:
+        if row.found_by is not None:
+            where = "undefended" if row.defense_spec == "none" else f"under {row.defense}"
+            setting = f"{where}, adaptive" if row.adaptive else where
+            by = chosen.setdefault(row.attack, {}).setdefault(setting, Counter())
+            by[row.found_by.partition(":")[0]] += 1
+    for attack, settings in chosen.items():
+        words = [f"{_counted(by)} {setting}" for setting, by in settings.items()]
+        yield f"`{attack}` chose among its portfolio by how each did on clients of its own: {'; '.join(words)}."
+
+
+def _counted(by: Counter[str]) -> str:
+    shares = [f"`{name}`" + f" ({count} of {by.total()})" * (len(by) > 1) for name, count in by.most_common()]
+    return join(shares)
+
+
 def _when(audit: Audit) -> str:
     """The times of the folder's files: config.json is written first, and a row whenever one is finished."""
     paths = [path for name in (CONFIG, RESULTS) if (path := audit.folder / name).is_file()]
@@ -79,7 +102,7 @@ def untested(audit: Audit) -> list[str]:
 
 def _untested(audit: Audit) -> Iterator[str]:
     config, unit = audit.config, audit.modality.unit
-    if config["weights"] is None:
+    if config["weights"] is None and not config["stage"]:
         yield "trained weights: gradients shrink as a model learns, and attacks change with them (`--weights`)"
     else:
         yield "other stages of training: these weights stand for one moment of it"
