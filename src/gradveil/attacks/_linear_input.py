@@ -53,7 +53,12 @@ class InputLayer:
     @property
     def names(self) -> tuple[str, str]:
         """The names of its parameters."""
-        return f"{self.name}.weight", f"{self.name}.bias"
+        return parameter_of(self.name, "weight"), parameter_of(self.name, "bias")
+
+
+def parameter_of(module: str, kind: str) -> str:
+    """The full name of a module's parameter; the module may be the model itself, whose name is empty."""
+    return f"{module}.{kind}" if module else kind
 
 
 def check_single_gradient(owner: str, task: Task, threat: ThreatModel) -> None:
@@ -105,7 +110,7 @@ def find_layer(owner: str, task: Task) -> InputLayer:
         layer = leaf.module
         if not isinstance(layer, nn.Linear) or not torch.equal(leaf.inputs.flatten(), fed) or leaf.inputs.ndim != 2:
             continue
-        missing = [name for name in ("weight", "bias") if f"{leaf.name}.{name}" not in task.parameters]
+        missing = [kind for kind in ("weight", "bias") if parameter_of(leaf.name, kind) not in task.parameters]
         if missing:
             raise InputError(
                 f"{owner}: the first layer {leaf.name!r} must have a trained weight and bias of its own, whose "

@@ -58,8 +58,10 @@ _DEEP = {
     "peel": _steps(20, 50, 150),
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
-_WITHOUT_BUDGET = ("r-gap", "spear", "first-layer", "april", "robbing-the-fed", "loki")
-_WITHOUT_BUDGET += ("lti", "identification", "membership", "attribute")
+_WITHOUT_BUDGET = (
+    *("r-gap", "spear", "first-layer", "april", "robbing-the-fed", "loki"),
+    *("lti", "identification", "membership", "attribute"),
+)
 # The attacks that search a generator get that of the data set. Their steps, and those of ci-net, were tried on eight
 # MNIST digits with lenet only; no rows of them are kept yet.
 _GENERATORS = {"faces-orl": FACES}

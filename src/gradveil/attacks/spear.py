@@ -24,7 +24,8 @@ error signal is not zero, for at least this share of the units. Mixtures agree o
 _SAMPLES_AT_ONCE = 4096
 _SPARE_ZEROS = 4  # a direction is looked at if it has this many zeros more than those that it was made to have
 _CANDIDATES = 64  # most directions that are refined from one batch of samples
-_KEPT = 3  # most directions that are remembered, for each example
+_RESTRICTIONS = 3  # most directions to whose zeros the sets of rows are restricted; with more, few rows are left
+_TRUSTED = 0.8  # a direction with this share of the most zeros is no accident
 _SAME = 0.999  # two directions are the same if the absolute cosine of the angle between them exceeds this
 _POLISHES = 4
 
@@ -59,6 +60,9 @@ class Spear(Attack):
     The loss is the relative distance between the shared gradients and those of what was found, over all layers; only
     if it is near zero, and `certain` is true for every example, the batch is verified. Of a batch that could not be
     separated, the mixtures that come nearest are returned with `certain` false.
+
+    With two classes and a single hidden layer, the signals of two examples are multiples of each other where both are
+    on, so their difference has as many zeros as either: such batches are not separated.
 
     Args:
         samples: most sets of rows that are drawn for each victim. About 2^(b-1) are needed.
@@ -217,39 +221,87 @@ class _Search:
         self.rows = left[heard]
         self.directions = left.new_zeros(0, self.rank)
         self.zeros = left.new_zeros(0)
+        # Up to this distance from their span, a direction counts as a mixture of others.
+        worst = product.noise * len(self.rows) ** 0.5 / float(sizes.min()) if self.rank else 0.0
+        self.apart = min(0.3, max(1e-6, worst**0.5))
         if self.rank == 1:
             self.directions, self.zeros = left.new_ones(1, 1), left.new_zeros(1)
 
     def _thresholds(self, directions: Tensor) -> tuple[Tensor, Tensor]:
         """Below which absolute value an entry of ``U p`` counts as zero, and how many are so small by chance."""
         noise = self.product.noise * (directions / self.product.sizes).norm(dim=-1)
-        typical = len(self.rows) ** -0.5
+        typical = max(1, len(self.rows)) ** -0.5
         limit = (noise * typical).sqrt()
         return limit, 0.8 * len(self.rows) * limit / typical  # .8: twice the density of a normal variable at 0
 
     def sample(self, count: int, generator: torch.Generator) -> bool:
-        """Draw sets of rows and keep the directions with many zeros; whether there are new ones."""
-        total, size = len(self.rows), self.rank - 1
-        at_once = total // size
+        """Draw sets of rows and keep the directions with many zeros; whether there are new ones.
+
+        Where a signal that was found is zero, the rows of U have one dimension less, so that a set needs one row less
+        and is twice as likely to be left off by another example. Directions found there are determined only up to
+        multiples of the known ones, which `_lifted` finds.
+        """
+        known, rows = self._restriction(generator)
+        size = self.rank - 1 - len(known)
+        at_once = len(rows) // size
         shuffles = -(-count // at_once)
-        order = torch.rand(shuffles, total, generator=generator, device=generator.device).argsort(1)
-        sets = order[:, : at_once * size].reshape(-1, size)[:count].to(self.rows.device)
+        order = torch.rand(shuffles, len(rows), generator=generator, device=generator.device).argsort(1)
+        sets = order[:, : at_once * size].reshape(-1, size)[:count].to(rows.device)
         beyond = torch.randn(len(sets), 1, self.rank, generator=generator, device=generator.device)
-        system = torch.cat([self.rows[sets], beyond.to(self.rows)], dim=1)
+        system = torch.cat([rows[sets], known.expand(len(sets), -1, -1), beyond.to(rows)], dim=1)
         target = system.new_zeros(len(sets), self.rank)
         target[:, -1] = 1  # not in the null space, so that the solution is the null vector and not zero
         solved, info = torch.linalg.solve_ex(system, target)
         solved = solved[(info == 0) & solved.isfinite().all(1)]
         directions = solved / solved.norm(dim=1, keepdim=True)
         limit, chance = self._thresholds(directions)
-        zeros = ((directions @ self.rows.T).abs() < limit[:, None]).sum(1)
-        needed = size + _SPARE_ZEROS + chance + 4 * chance.sqrt()
-        new = (zeros >= needed) & ((directions @ self.directions.T).abs() < _SAME).all(1)
+        chance = chance * len(rows) / len(self.rows)
+        zeros = ((directions @ rows.T).abs() < limit[:, None]).sum(1)
+        new = zeros >= size + _SPARE_ZEROS + chance + 4 * chance.sqrt()
+        if not len(known):
+            new &= ((directions @ self.directions.T).abs() < _SAME).all(1)
         order = zeros.masked_fill(~new, -1).argsort(descending=True, stable=True)[: int(new.sum())]
-        return self._add(self._refined(directions[order[_distinct(directions[order])]]))
+        chosen = directions[order[_distinct(directions[order])]]
+        if len(known) and len(chosen):
+            chosen = torch.stack([self._lifted(direction, known) for direction in chosen])
+        return self._add(self._refined(chosen))
+
+    def _restriction(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Some of the directions found so far, or none, and the rows on which all of them are zero, if enough are."""
+        trusted = self.directions[self.zeros >= _TRUSTED * self.zeros.max()] if len(self.zeros) else self.directions
+        order = torch.randperm(len(trusted), generator=generator, device=generator.device).tolist()
+        known, rows = trusted[:0], self.rows
+        wanted = int(torch.randint(_RESTRICTIONS + 1, (), generator=generator, device=generator.device))
+        for number in order[: min(wanted, self.rank - 2)]:
+            direction = trusted[number, None]
+            limit, _ = self._thresholds(direction)
+            fewer = rows[(rows @ direction[0]).abs() < limit]
+            if len(fewer) < 2.5 * (self.rank - 2 - len(known)) + 4 * _SPARE_ZEROS:
+                break
+            known, rows = torch.cat([known, direction]), fewer
+        return known, rows
+
+    def _lifted(self, direction: Tensor, known: Tensor) -> Tensor:
+        """The direction plus the multiples of known ones that give it most zeros."""
+        signals = known @ self.rows.T
+        limits, _ = self._thresholds(known)
+        off = signals.abs() < limits[:, None]
+        for number, signal in enumerate(signals):
+            others = off[torch.arange(len(known)) != number].all(0)
+            places = others & ~off[number]
+            values, ours = self.rows[places] @ direction, signal[places]
+            factors = -values / ours
+            limit, _ = self._thresholds(direction)
+            zeros = ((values + factors[:, None] * ours).abs() < limit).sum(1)
+            if len(zeros):
+                direction = direction + factors[zeros.argmax()] * known[number]
+        unit: Tensor = direction / direction.norm()
+        return unit
 
     def _refined(self, directions: Tensor) -> Tensor:
         """Fit each direction to all of its zeros."""
+        if not len(directions):
+            return directions
         for _ in range(2):
             limit, _ = self._thresholds(directions)
             off = (directions @ self.rows.T).abs() < limit[:, None]
@@ -266,19 +318,25 @@ class _Search:
         return vectors[..., 0]
 
     def _add(self, directions: Tensor) -> bool:
-        """Add directions and keep the distinct ones with most zeros; whether there are new ones."""
+        """Add directions, and of all keep independent ones with most zeros; whether there are new ones.
+
+        A direction that depends on others with more zeros is a mixture of these, and never part of the batch.
+        """
         limit, _ = self._thresholds(directions)
-        zeros = ((directions @ self.rows.T).abs() < limit[:, None]).sum(1).to(directions)
-        known, all_zeros = len(self.directions), torch.cat([self.zeros, zeros])
-        everything = torch.cat([self.directions, directions])
-        order = all_zeros.argsort(descending=True, stable=True)
-        order = order[_distinct(everything[order])][: _KEPT * self.rank]
-        self.directions, self.zeros = everything[order], all_zeros[order]
-        return bool((order >= known).any())
+        zeros = torch.cat([self.zeros, ((directions @ self.rows.T).abs() < limit[:, None]).sum(1).to(self.zeros)])
+        known, everything = len(self.directions), torch.cat([self.directions, directions])
+        chosen, basis = list[int](), everything[:0]
+        for number in zeros.argsort(descending=True, stable=True).tolist():
+            rest = everything[number] - (basis @ everything[number]) @ basis
+            if float(rest.norm()) > self.apart:
+                chosen.append(number)
+                basis = torch.cat([basis, rest[None] / rest.norm()])
+        self.directions, self.zeros = everything[chosen], zeros[chosen]
+        return any(number >= known for number in chosen)
 
     def assembled(self) -> Batch:
         """The batch that independent directions with most zeros make; empty if there are too few."""
-        chosen = self._independent()
+        chosen = self.directions
         if len(chosen) < max(1, self.rank - 1):
             return self._batch(chosen[:0])
         # The last may be a multiple of two signals; the others then say better what it is.
@@ -296,21 +354,6 @@ class _Search:
                 break
             best = polished
         return best
-
-    def _independent(self) -> Tensor:
-        """Directions that are linearly independent, taken in the order of their zeros."""
-        worst = self.product.noise * len(self.rows) ** 0.5 / float(self.product.sizes.min()) if self.rank else 0.0
-        apart = min(0.3, max(1e-6, worst**0.5))
-        chosen, basis = list[Tensor](), self.directions.new_zeros(0, self.rank)
-        for number in self.zeros.argsort(descending=True, stable=True).tolist():
-            direction = self.directions[number]
-            rest = direction - (basis @ direction) @ basis
-            if float(rest.norm()) > apart:
-                chosen.append(direction)
-                basis = torch.cat([basis, rest[None] / rest.norm()])
-            if len(chosen) == self.rank:
-                break
-        return torch.stack(chosen) if chosen else self.directions[:0]
 
     def _missing(self, directions: Tensor) -> Tensor:
         """The last direction, given all others: they determine its input, and that which units are off."""
