@@ -113,3 +113,16 @@ def test_it_refuses_what_it_cannot_peel(tiny_task):
     headless = nn.Sequential(nn.Conv2d(1, 10, 12), nn.Flatten())
     with pytest.raises(InputError, match="must end in a linear layer with a bias"):
         attack.check_threat(gradveil.Task(headless, input_shape=(1, 12, 12), classes=10), gradveil.ThreatModel())
+
+
+def test_the_loss_of_a_network_peeled_to_the_input_tells_a_defended_update(images):
+    """Undefended, what was found explains the update; under noise it does not, and the loss says so."""
+    model = models.create("mlp", input_shape=(1, 12, 12), classes=10)
+    task = gradveil.Task(model, input_shape=(1, 12, 12), classes=10)
+    threat, losses = gradveil.ThreatModel(), {}
+    for spec in ("none", "gaussian-noise:std=0.01"):
+        defense = gradveil.defense(spec)
+        update = defense.share(task, images[0][:1], images[1][:1], generator=torch.Generator().manual_seed(0))
+        losses[spec] = float(gradveil.attack("peel").reconstruct(task, update, threat).loss[0])
+    assert losses["none"] < 1e-5
+    assert losses["gaussian-noise:std=0.01"] > 0.1

@@ -242,3 +242,25 @@ def _two_roots(mismatch: Callable[[Tensor], Tensor], shape: torch.Size, like: Te
         same_side = mismatch(middle) * low_value > 0
         low, high = torch.where(same_side, middle, low), torch.where(same_side, high, middle)
     return (low + high) / 2, (number == 1) | (crossings[..., -1] >= number)
+
+
+def distances(task: Task, inputs: Tensor, labels: Tensor, gradients: Gradients) -> Tensor:
+    """Relative distance of the gradients of what was found from the shared ones, ``[victims]``, in double precision.
+
+    Args:
+        task: the model.
+        inputs: what was found, ``[victims, examples, *input_shape]``.
+        labels: its labels, ``[victims, examples, ...]``.
+        gradients: the shared gradients, ``[victims, ...]`` by name.
+
+    Returns:
+        ``|g(x) - g| / |g|`` over all layers; infinite if it cannot be computed.
+    """
+    task, losses = task.to(torch.float64), []
+    for index, (examples, targets) in enumerate(zip(inputs.double(), labels, strict=True)):
+        with torch.enable_grad():
+            simulated = task.gradient(task.parameters, examples, targets)
+        error = sum(float((simulated[name] - value[index]).square().sum()) for name, value in gradients.items())
+        size = sum(float(value[index].double().square().sum()) for value in gradients.values())
+        losses.append(math.sqrt(error / size) if math.isfinite(error) and size > 0 else math.inf)
+    return torch.tensor(losses, dtype=torch.float64, device=inputs.device)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import grad
 
-from gradveil.attacks._recursion import chain_of, check_invertible, invert_head, invert_leaf, weight_of
+from gradveil.attacks._recursion import chain_of, check_invertible, distances, invert_head, invert_leaf, weight_of
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.inverting_gradients import near_the_middle
@@ -130,7 +130,10 @@ class Peel(Attack):
                 if problem.progress:
                     problem.progress(round(100 * (done + share)), 100 * problem.victims, left)
 
-            solutions.append(self._search(task, frontier, gradients, start[victim, None], report))
+            if frontier.at_input:
+                solutions.append(_solved(task, frontier, label, gradients))
+            else:
+                solutions.append(self._search(task, frontier, gradients, start[victim, None], report))
             if solutions[-1].interrupted:
                 break
         missing = problem.victims - len(solutions)  # after an interrupt, the others stay where they started
@@ -152,10 +155,6 @@ class Peel(Attack):
         report: Callable[[float, float], None],
     ) -> Solution:
         """Find the input that gives what is known at the frontier, in stages of less and less smoothing."""
-        if frontier.at_input:
-            values = task.denormalised(frontier.values.view_as(start[0]))[None]
-            exact = torch.zeros(1, dtype=torch.float64)
-            return Solution(values, exact, torch.zeros(1).long(), LossHistory(exact, exact, exact[:, None]))
         shared = {name: gradients[name] for name in frontier.below if bool(gradients[name].any())}
         stages: tuple[float | None, ...] = SMOOTHING if task.has_kinks else (None,)
         candidates, taken = start, torch.zeros(1).long()
@@ -175,6 +174,13 @@ class Peel(Attack):
             if solution.interrupted:
                 break
         return replace(solution, iterations=taken)
+
+
+def _solved(task: Task, frontier: Frontier, label: Tensor, gradients: Gradients) -> Solution:
+    """The input that was peeled down to, with the distance of its gradient: a defended update has other gradients."""
+    found = task.denormalised(frontier.values.view(1, 1, *task.input_shape))
+    loss = distances(task, found, label[:, None], gradients)
+    return Solution(found, loss, torch.zeros(1).long(), LossHistory(loss, loss, loss[:, None]))
 
 
 class _Cost:

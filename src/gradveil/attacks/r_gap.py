@@ -1,12 +1,11 @@
 """R-GAP: invert the network layer by layer, from the classifier to the image."""
 
-import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from gradveil.attacks._recursion import chain_of, check_invertible, invert_head, invert_leaf, weight_of
+from gradveil.attacks._recursion import chain_of, check_invertible, distances, invert_head, invert_leaf, weight_of
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
@@ -109,7 +108,7 @@ class RGap(Attack):
                 problem.progress(done, len(chain), 0.0)
         images = task.denormalised(values.view(-1, *task.input_shape))
         losses = torch.full(hypotheses.distinct.shape, torch.inf, dtype=torch.float64, device=values.device)
-        losses[hypotheses.distinct] = _distances(task.to(torch.float64), images, labels, repeated)
+        losses[hypotheses.distinct] = distances(task, images[:, None], labels[:, None], repeated)
         best = losses.argmin(1)
         index = torch.zeros_like(hypotheses.labels)  # of each distinct hypothesis among the images
         index[hypotheses.distinct] = torch.arange(len(victim), device=index.device)
@@ -122,15 +121,3 @@ class RGap(Attack):
             iterations=torch.zeros(len(best), dtype=torch.long),
             execution="batch",
         )
-
-
-def _distances(task: Task, images: Tensor, labels: Tensor, gradients: dict[str, Tensor]) -> Tensor:
-    """Relative distance of the images' gradients from the shared ones; infinite if it cannot be computed."""
-    losses = []
-    for index, (image, label) in enumerate(zip(images, labels, strict=True)):
-        with torch.enable_grad():
-            simulated = task.gradient(task.parameters, image[None], label[None])
-        error = sum(float((simulated[name] - value[index]).square().sum()) for name, value in gradients.items())
-        size = sum(float(value[index].square().sum()) for value in gradients.values())
-        losses.append(math.sqrt(error / size) if math.isfinite(error) and size > 0 else math.inf)
-    return torch.tensor(losses, dtype=torch.float64, device=images.device)

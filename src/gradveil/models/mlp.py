@@ -5,12 +5,13 @@ from math import prod
 
 from torch import nn
 
+from gradveil.core import checks
 from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, image_shape
 
 
 @REGISTRY.register("mlp")
 class Mlp(ImageClassifier):
-    """Two hidden layers of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
+    """Two hidden layers, by default of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
 
     The gradient of a first linear layer with a bias reveals its input in closed form, which makes this the
     easiest victim of all. 199,210 parameters for MNIST.
@@ -22,6 +23,7 @@ class Mlp(ImageClassifier):
     Args:
         input_shape: channels, height and width of one image.
         classes: the number of logits.
+        hidden: units of each hidden layer.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
 
@@ -33,13 +35,20 @@ class Mlp(ImageClassifier):
     paper = "McMahan et al., Communication-Efficient Learning of Deep Networks, AISTATS 2017"
 
     def __init__(
-        self, input_shape: Sequence[int], classes: int, *, activation: str = "relu", init: str = "default"
+        self,
+        input_shape: Sequence[int],
+        classes: int,
+        *,
+        hidden: int = 200,
+        activation: str = "relu",
+        init: str = "default",
     ) -> None:
+        checks.integer(self.name, "hidden", hidden, low=1)
         features = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(prod(image_shape(self.name, input_shape)), 200),
+            nn.Linear(prod(image_shape(self.name, input_shape)), hidden),
             activation_layer(self.name, activation),
-            nn.Linear(200, 200),
+            nn.Linear(hidden, hidden),
             activation_layer(self.name, activation),
         )
         super().__init__(features, input_shape, classes, init=init)
