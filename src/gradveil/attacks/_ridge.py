@@ -1,7 +1,7 @@
 """Ridge regression of updates on the gradients of candidates, in the dual: everything follows from inner products."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -99,6 +99,15 @@ class Fit:
     penalty: Tensor
     ratios: Tensor
     cost: Tensor
+
+    def of(self, places: list[int]) -> "Fit":
+        """The fits of some of the updates."""
+        return Fit(*(getattr(self, field.name)[places] for field in fields(self)))
+
+    def where(self, chosen: Tensor, other: "Fit") -> "Fit":
+        """These fits for the chosen updates ``[updates]``, those of `other` for the rest."""
+        parts = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Fit(*(torch.where(chosen.view(-1, *[1] * (own.ndim - 1)), own, others) for own, others in parts))
 
 
 @dataclass(frozen=True, eq=False)
