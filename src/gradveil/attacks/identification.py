@@ -10,6 +10,9 @@ from torch import Tensor
 from gradveil.attacks._adaptive import expectation
 from gradveil.attacks._candidates import CandidateClients, ChosenValues, with_fixed_norms
 from gradveil.attacks._ridge import (
+    COARSE,
+    FINAL,
+    FINE,
     DualRidge,
     Fit,
     WeightedGrams,
@@ -237,7 +240,9 @@ class _Comparison:
         if similar is None:
             fits = model.fit(targets - shifts, noise)
         else:
-            fits = model.fit_near(targets - shifts, noise, similar.fits, refine=effect.read is None)
+            fits = model.fit_near(
+                targets - shifts, noise, similar.fits, steps=COARSE if effect.read else FINE, final=not effect.read
+            )
         compared = _Compared(clients, model, targets, shifts, noise, fits)
         if path == "shared" and len(updates) > 1 and effect.expect is None:
             return self._on_own_paths(compared, updates)
@@ -271,11 +276,12 @@ class _Comparison:
         for _ in range(self.attack.passes if effect.read else 0):
             readings = list(map(partial(self._reading, effect, compared), model.sums(fits), compared.shifts, updates))
             if any(weights is not None for _, weights in readings):
-                alone = [
-                    self._read_alone(effect, compared.of([place]), grams, updates[place], reading)
-                    for place, reading in enumerate(readings)
-                ]
-                return torch.cat([scores for scores, _ in alone]), torch.cat([cost for _, cost in alone])
+                alone: list[tuple[Tensor, Fit]] = []
+                for place, reading in enumerate(readings):
+                    similar = alone[-1][1] if alone else None
+                    one = compared.of([place])
+                    alone.append(self._read_alone(effect, one, grams, updates[place], reading, similar))
+                return torch.cat([scores for scores, _ in alone]), torch.cat([fit.cost for _, fit in alone])
             targets = torch.stack([values for values, _ in readings]) - compared.shifts
             fits = model.fit(targets, compared.noise)
         return model.scores(self.attack.form, targets, fits), fits.cost
@@ -287,8 +293,9 @@ class _Comparison:
         grams: WeightedGrams,
         rounds: Sequence[Gradients],
         reading: "_Reading",
-    ) -> tuple[Tensor, Tensor]:
-        """The scores and the cost of one victim, whose values count differently.
+        similar: Fit | None,
+    ) -> tuple[Tensor, Fit]:
+        """The scores and the fit of one victim, whose values count differently.
 
         Args:
             effect: what the defense does.
@@ -296,8 +303,9 @@ class _Comparison:
             grams: the Gram matrices of the table.
             rounds: what was seen of the victim.
             reading: what the update says, given the first fit.
+            similar: the last fit of another victim; its penalty is a good guess.
         """
-        rows, fit, model, previous = grams.rows, compared.fits, None, torch.empty(0)
+        rows, fit, model, previous = grams.rows, similar or compared.fits, None, torch.empty(0)
         for number in range(1, self.attack.passes + 1):
             values, weights = reading
             weights = torch.ones_like(values) if weights is None else weights
@@ -308,11 +316,12 @@ class _Comparison:
                 model, previous = _Model(rows[:, used], self.share, grams.under(weights), weights[used]), said
             if settled or number == self.attack.passes:
                 break
-            fit = model.fit_near(targets[:, used], compared.noise, fit, refine=False)
+            search = () if similar else COARSE
+            fit = model.fit_near(targets[:, used], compared.noise, fit, steps=search, final=False)
             reading = self._reading(effect, compared, model.sums(fit)[0], compared.shifts[0], rounds)
         assert model is not None
-        fit = model.fit_near(targets[:, used], compared.noise, fit, refine=True)
-        return model.scores(self.attack.form, targets[:, used], fit), fit.cost
+        fit = model.fit_near(targets[:, used], compared.noise, fit, steps=FINAL if similar else FINE)
+        return model.scores(self.attack.form, targets[:, used], fit), fit
 
     def _reading(
         self, effect: Knowledge, compared: "_Compared", sums: Tensor, shift: Tensor, rounds: Sequence[Gradients]
@@ -412,10 +421,12 @@ class _Model:
         """Fit updates ``[updates, values]`` with known variances of noise ``[updates]``."""
         return self.ridge.fit(*self._products(targets), share=self.share, least_noise=noise)
 
-    def fit_near(self, targets: Tensor, noise: Tensor, fit: Fit, *, refine: bool) -> Fit:
+    def fit_near(self, targets: Tensor, noise: Tensor, fit: Fit, *, steps: Sequence[float], final: bool = True) -> Fit:
         """Fit one update that is similar to one that was fitted, see `DualRidge.near`."""
         products, squares = self._products(targets)
-        return self.ridge.near(products, squares, fit.penalty, share=self.share, least_noise=noise, refine=refine)
+        return self.ridge.near(
+            products, squares, fit.penalty, share=self.share, least_noise=noise, steps=steps, final=final
+        )
 
     def _products(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         squares = targets.double().square()
