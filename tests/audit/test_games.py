@@ -6,7 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil.audit import cases
-from gradveil.audit.games import INCLUSIONS, Games, draw_games, play
+from gradveil.audit.games import INCLUSIONS, Games, draw_games, play, send
 from gradveil.core.errors import ParameterError
 from gradveil.data import Split
 from gradveil.metrics import identification as figures
@@ -73,4 +73,5 @@ def test_games_can_be_won(spec, split):
     games = draw_games(split, games=6, candidates=30, batch_size=4)
     found, again = (play(games, prepared, attack, adaptive=True) for _ in range(2))
     assert torch.equal(found.scores, again.scores)
+    assert torch.equal(play(games, prepared, attack, adaptive=True, updates=send(games, prepared)).scores, found.scores)
     assert figures.over_games(figures.auc, found.scores, games.members).value > 0.9
