@@ -14,6 +14,7 @@ from gradveil.core.errors import ParameterError
 from gradveil.core.randomness import derived_generator
 from gradveil.data import Split
 from gradveil.federation.job import as_batch
+from gradveil.metrics.identification import class_mix
 from gradveil.update import Announced, LocalSteps, Update
 
 INCLUSIONS = ("batch", "eighth", "one")
@@ -65,6 +66,14 @@ class Games:
                 )
         if len(torch.unique(self.pool)) < len(self.pool):
             raise ParameterError("game: expected every candidate once, got some that are in the pool twice")
+
+    @property
+    def class_mix(self) -> float | None:
+        """How likely the members' mix of classes is, see `metrics.identification.class_mix`; None without classes."""
+        targets = self.split.targets[self.pool]
+        if targets.ndim > 1 or targets.is_floating_point():
+            return None
+        return class_mix(targets, self.members)
 
 
 def draw_games(
