@@ -5,8 +5,8 @@
 
 A plain gradient is that of one example by autograd. Times are processor time of one thread, which a busy machine
 disturbs less than wall time. Each cost is that of some updates that are audited together, divided by their number:
-candidates' gradients are computed once for all of them, unless the client took local steps. Each measurement runs in a
-process of its own, whose peak memory is printed.
+candidates' gradients are computed once for all of them, and twice if the clients took local steps. Each measurement
+runs in a process of its own, whose peak memory is printed.
 """
 
 import math

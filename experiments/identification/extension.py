@@ -1,59 +1,115 @@
 """Which of N candidates a client trained on: games of identification under every defense.
 
 identification: games with one pool of candidates from the test split. If asked for, some epochs of SGD on the training
-split come first (`trained`); these weights are kept in the folder `checkpoints`, for the other cases.
+split come first (`trained`); these weights are kept in the folder `checkpoints`, for the other cases. Cases that differ
+only in how much of a batch is among the candidates have the same candidates, so they are attacked together; plain and
+adaptive attackers see the same updates.
 """
 
+import json
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import gradveil
+from gradveil.attacks.problem import Progress
 from gradveil.audit import cases
-from gradveil.audit.games import draw_games, play
+from gradveil.audit.games import INCLUSIONS, Games, draw_games, play, send
 from gradveil.audit.store import slug
 from gradveil.core.randomness import derived_generator
 from gradveil.core.storage import save_atomically
 from gradveil.federation.job import as_batch, evaluate
 from gradveil.metrics.identification import summary
+from gradveil.update import Update
 from kinds import Row, Session, dataset_of, local_of, public_of
+
+MOST_VALUES = 1 << 27
+"""Cases are attacked together if their updates have no more values than this: half a GiB."""
+VARYING = ("name", "inclusion", "attacker", "adaptive")
+"""The settings in which cases that share clients and candidates differ."""
 
 
 def identification(case: Row, session: Session) -> Row:
     """Play the games of a case."""
-    dataset = dataset_of(case)
-    norms = case.get("norms")
-    task = cases.build_task(dataset, case["model"], seed=case["seed"], norms=norms)
-    accuracy = None
-    if case.get("trained"):
-        weights = trained_weights(case, session, task)
-        task = cases.build_task(dataset, case["model"], seed=case["seed"], norms=norms, weights=weights)
-        accuracy = evaluate(task, dataset.test)[0]
-    attack, defense = gradveil.attack(case["attack"]), gradveil.defense(case["defense"])
-    prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    sizes = {key: case[key] for key in ("games", "candidates", "batch_size", "inclusion", "distractors", "seed")}
-    games = draw_games(dataset.test, **sizes)
-    found = play(
-        games,
-        prepared,
-        attack,
-        adaptive=case["adaptive"],
-        local=local_of(case),
-        seed=case["seed"],
-        progress=session.progress,
-    )
-    figures = summary(found.scores.cpu(), games.members)
+    together = _together(json.dumps({key: case[key] for key in case if key not in VARYING}), session.folder)
+    members, scores, seconds = together.play(case["inclusion"], case["adaptive"], session.progress)
+    figures = summary(scores, members)
     row: Row = {name: estimate.value for name, estimate in figures.items()}
     row |= {f"{name}_interval": [estimate.low, estimate.high] for name, estimate in figures.items()}
-    return {**row, "attack_spec": str(attack), "attack_seconds": found.seconds, "model_accuracy": accuracy}
+    return {
+        **row,
+        "attack_spec": str(together.attack),
+        "attack_seconds": seconds,
+        "model_accuracy": together.accuracy,
+    }
 
 
-def trained_weights(case: Row, session: Session, task: gradveil.Task) -> Path:
+class Together:
+    """Cases with the same clients' model, defense, batch size and candidates.
+
+    Args:
+        case: their settings.
+        folder: the folder of the results.
+    """
+
+    def __init__(self, case: Row, folder: Path) -> None:
+        self.case, self.dataset = case, dataset_of(case)
+        task = cases.build_task(self.dataset, case["model"], seed=case["seed"], norms=case.get("norms"))
+        self.accuracy = None
+        if case.get("trained"):
+            weights = trained_weights(case, folder, task)
+            task = cases.build_task(self.dataset, case["model"], seed=case["seed"], weights=weights)
+            self.accuracy = evaluate(task, self.dataset.test)[0]
+        self.attack = gradveil.attack(case["attack"])
+        defense, public = gradveil.defense(case["defense"]), public_of(case, task)
+        self.prepared = cases.prepare(task, defense, self.attack, public=public, seed=case["seed"])
+        self.fits = len(INCLUSIONS) * case["games"] * task.size <= MOST_VALUES and case["batch_size"] > 1
+        self._sent: dict[str, tuple[Games, list[Update]]] = {}
+        self._found: dict[tuple[str, bool], tuple[Tensor, float]] = {}
+
+    def play(self, inclusion: str, adaptive: bool, progress: Progress) -> tuple[Tensor, Tensor, float]:
+        """The members and the scores ``[games, candidates]`` of a case, and the seconds that the attack took."""
+        if (inclusion, adaptive) not in self._found:
+            sent = {each: self._send(each) for each in (INCLUSIONS if self.fits else [inclusion])}
+            found = play(
+                sent[inclusion][0],
+                self.prepared,
+                self.attack,
+                updates=[update for _, updates in sent.values() for update in updates],
+                adaptive=adaptive,
+                local=local_of(self.case),
+                seed=self.case["seed"],
+                progress=progress,
+            )
+            for each, scores in zip(sent, found.scores.cpu().split(self.case["games"]), strict=True):
+                self._found[each, adaptive] = scores, found.seconds / len(sent)
+        return self._sent[inclusion][0].members, *self._found[inclusion, adaptive]
+
+    def _send(self, inclusion: str) -> tuple[Games, list[Update]]:
+        """The games with this much of a batch among the candidates, and the clients' updates."""
+        if inclusion not in self._sent:
+            if not self.fits:
+                self._sent.clear()
+            settings = {key: self.case[key] for key in ("games", "candidates", "batch_size", "distractors", "seed")}
+            games = draw_games(self.dataset.test, inclusion=inclusion, **settings)
+            updates = send(games, self.prepared, local=local_of(self.case), seed=self.case["seed"])
+            self._sent[inclusion] = games, updates
+        return self._sent[inclusion]
+
+
+@lru_cache(maxsize=1)
+def _together(settings: str, folder: Path) -> Together:
+    return Together(json.loads(settings), folder)
+
+
+def trained_weights(case: Row, folder: Path, task: gradveil.Task) -> Path:
     """A file of weights after some epochs of SGD; made by the first case that needs it."""
     settings = case["trained"]
     name = f"{case['dataset']} {case['model']} {case.get('norms')} {settings} seed {case['seed']}"
-    path = session.folder / "checkpoints" / f"{slug(name)}.safetensors"
+    path = folder / "checkpoints" / f"{slug(name)}.safetensors"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -66,7 +122,6 @@ def trained_weights(case: Row, session: Session, task: gradveil.Task) -> Path:
             optimiser.zero_grad()
             torch.nn.functional.cross_entropy(model(task.normalised(inputs)), targets).backward()
             optimiser.step()
-        session.progress(epoch + 1, settings["epochs"], 0.0)
     save_atomically(path, dict(model.state_dict()), {})
     return path
 

@@ -6,6 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil import metrics
+from gradveil.attacks._candidates import CandidateClients
 from gradveil.attacks._ridge import DualRidge, WeightedGrams, weighted_gram, weighted_products
 from gradveil.core.errors import InputError, ThreatModelError
 
@@ -138,6 +139,53 @@ def test_a_whole_batch_is_named(local, task, candidates):
     assert found.scores.shape == (2, COUNT)
     assert sorted(found.named(4)[1].tolist()) == members
     assert found.seconds > 0
+
+
+class TestLocalSteps:
+    LOCAL = gradveil.LocalSteps(epochs=5, lr=0.5)
+
+    @pytest.mark.parametrize("lr", [1.0, 2.0])
+    def test_one_table_for_all_paths_is_as_good_as_one_for_each(self, lr, task, candidates):
+        """Against all candidates' gradients in the middle of each client's own path."""
+        local = gradveil.LocalSteps(epochs=5, lr=lr)
+        games = [torch.randperm(COUNT, generator=seeded(game))[:10] for game in range(8)]
+        updates = [shared(task, candidates, members, local=local) for members in games]
+        areas = {}
+        for path in ("start", "shared", "midpoint", "evidence"):
+            every = scores(task, updates, candidates, f"identification:path={path}", batch_size=10, local=local)
+            each = [metrics.auc(one, is_member(members)) for one, members in zip(every, games, strict=True)]
+            areas[path] = sum(each) / len(each)
+        assert areas["shared"] > areas["midpoint"] - 0.02, areas
+        assert areas["evidence"] > areas["midpoint"] - 0.02, areas
+        if lr == 2.0:
+            assert areas["shared"] > areas["start"] + 0.05, areas
+
+    def test_a_single_update_has_its_own_path(self, task, candidates):
+        update = shared(task, candidates, [1, 6, 11], local=self.LOCAL)
+        own, same = (
+            scores(task, update, candidates, f"identification:path={path}", batch_size=3, local=self.LOCAL)
+            for path in ("midpoint", "shared")
+        )
+        torch.testing.assert_close(own, same)
+
+    def test_a_sum_of_gradients_takes_one_backward_pass(self, task, candidates):
+        places, weights = torch.tensor([3, 0, 9]), torch.tensor([0.5, -2.0, 1.5])
+        [fast] = CandidateClients([task], candidates).weighted_sum(places, weights)
+        slow = task.per_example_gradients(*(part[places] for part in candidates))
+        for name, value in slow.items():
+            torch.testing.assert_close(fast[name], torch.tensordot(weights, value, 1))
+
+
+@pytest.mark.parametrize("spec", ["top-k:keep=0.1", "gradient-dropout:keep=0.6,std=0.5", "quantization:bits=3"])
+def test_updates_are_read_together_as_they_are_alone(spec, task, candidates):
+    games = [[1, 6, 11], [2, 3, 20], [0, 5, 9]]
+    updates = [shared(task, candidates, members, spec, seed) for seed, members in enumerate(games)]
+    threat = {"batch_size": 3, "adaptive": True, "defense": gradveil.defense(spec)}
+    together = scores(task, updates, candidates, **threat)
+    for update, one in zip(updates, together, strict=True):
+        alone = scores(task, update, candidates, **threat)[0]
+        assert float(torch.corrcoef(torch.stack([alone, one]))[0, 1]) > 0.99
+        assert sorted(alone.topk(3).indices.tolist()) == sorted(one.topk(3).indices.tolist())
 
 
 def test_the_ridge_beats_the_matched_filter(task, candidates):

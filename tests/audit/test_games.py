@@ -6,7 +6,7 @@ from torch import nn
 
 import gradveil
 from gradveil.audit import cases
-from gradveil.audit.games import INCLUSIONS, Games, draw_games, play
+from gradveil.audit.games import INCLUSIONS, Games, draw_games, play, send
 from gradveil.core.errors import ParameterError
 from gradveil.data import Split
 from gradveil.metrics import identification as figures
@@ -47,6 +47,16 @@ def test_neighbours_are_of_the_same_class_and_nearest(split):
     assert len(set(games.pool.tolist())) == 30
 
 
+def test_members_of_other_classes_than_the_candidates_are_noticed(split):
+    games = draw_games(split, games=40, candidates=60, batch_size=1)
+    assert games.class_mix > 0.001
+    one_class = (split.targets[games.pool] == 0).nonzero().flatten()[torch.arange(40) % 10]
+    members = torch.zeros(40, 60, dtype=torch.bool).scatter(1, one_class[:, None], True)
+    assert Games(split, games.pool, games.pool[one_class][:, None], members).class_mix < 1e-6
+    without = Split(split.inputs, split.inputs.flatten(1))
+    assert Games(without, games.pool, games.batches, games.members).class_mix is None
+
+
 def test_bad_games_are_refused(split):
     with pytest.raises(ParameterError, match="110 candidates and the rest of a batch of 16 need 125 images, got 120"):
         draw_games(split, games=1, candidates=110, batch_size=16, inclusion="one")
@@ -73,4 +83,5 @@ def test_games_can_be_won(spec, split):
     games = draw_games(split, games=6, candidates=30, batch_size=4)
     found, again = (play(games, prepared, attack, adaptive=True) for _ in range(2))
     assert torch.equal(found.scores, again.scores)
+    assert torch.equal(play(games, prepared, attack, adaptive=True, updates=send(games, prepared)).scores, found.scores)
     assert figures.over_games(figures.auc, found.scores, games.members).value > 0.9

@@ -199,6 +199,7 @@ class AuditFolder:
                 "tpr_high": share.high,
                 "bits": 7.6 * named / games,
                 "bits_low": 7.6 * share.low,
+                "class_mix": 0.4,
                 "seconds": 1.0,
             }
         )

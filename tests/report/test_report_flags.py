@@ -251,6 +251,19 @@ def test_too_few_games(good):
     assert "the true share may be as high as 10 % (at 95 % confidence)" in text_of(good, "few-games")
 
 
+# -- easy-distractors ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mix", "raised"), [(1e-4, True), (0.002, False), (None, False)])
+def test_distractors_of_other_classes(mix, raised, good):
+    for defense in good.config["defenses"]:
+        good.identify(defense.partition(":")[0], 100 if defense == "none" else 0, auc=1.0)
+        good.identifications[-1]["class_mix"] = mix
+    assert names(good) == (["easy-distractors"] if raised else [])
+    if raised:
+        assert "they may be named by their class alone" in text_of(good, "easy-distractors")
+
+
 # -- training-too-short ----------------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from gradveil.defenses.base import Batch
 from gradveil.defenses.knowledge import Draw, Expect
@@ -122,6 +122,18 @@ class CandidateClients:
             drawn = self.draw(task, own, inputs[place : place + 1], labels[place : place + 1])
             means.append({name: torch.stack([draw[name] for draw in drawn]).mean(0) / self.weight for name in own})
         return {name: torch.stack([mean[name] for mean in means]) for name in parameters}
+
+    def weighted_sum(self, places: Tensor, weights: Tensor) -> list[Gradients]:
+        """The sum of these candidates' undefended gradients, each times its weight, in every round.
+
+        It takes one backward pass for all of them, in which no example's own gradient is formed.
+        """
+        inputs, labels = (part[places] for part in self.candidates)
+
+        def total(parameters: Gradients, task: Task) -> Tensor:
+            return weights @ vmap(lambda x, y: task.loss(parameters, x[None], y[None]))(inputs, labels)
+
+        return [grad(total)(dict(task.parameters), task) for task in self.tasks]
 
     @torch.no_grad()
     def table(self, chosen: ChosenValues, done: Callable[[int], None]) -> Tensor:

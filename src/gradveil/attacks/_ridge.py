@@ -1,7 +1,8 @@
 """Ridge regression of updates on the gradients of candidates, in the dual: everything follows from inner products."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 import torch
@@ -16,6 +17,8 @@ _ROWS = 128
 """Rows of a Gram matrix that are computed at a time."""
 _RATIOS = torch.logspace(-12, 3, 61, dtype=torch.float64)
 """Ratios of noise to signal that are tried, in units of the largest eigenvalue of the Gram matrix."""
+COARSE, FINE, FINAL = (1.0, -1.0), (1.0, -1.0, 0.5, -0.5, 0.25, -0.25), (0.5, -0.5, 0.25, -0.25)
+"""The steps of a search for a penalty, as powers of ten. `FINAL` is for one that begins at a good guess."""
 
 
 def weighted_gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -100,6 +103,15 @@ class Fit:
     ratios: Tensor
     cost: Tensor
 
+    def of(self, places: list[int]) -> "Fit":
+        """The fits of some of the updates."""
+        return Fit(*(getattr(self, field.name)[places] for field in fields(self)))
+
+    def where(self, chosen: Tensor, other: "Fit") -> "Fit":
+        """These fits for the chosen updates ``[updates]``, those of `other` for the rest."""
+        parts = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
+        return Fit(*(torch.where(chosen.view(-1, *[1] * (own.ndim - 1)), own, others) for own, others in parts))
+
 
 @dataclass(frozen=True, eq=False)
 class _Point:
@@ -162,9 +174,10 @@ class DualRidge:
         *,
         share: float,
         least_noise: Tensor,
-        refine: bool = True,
+        steps: Sequence[float] = FINE,
+        final: bool = True,
     ) -> Fit:
-        """Fit one update with a penalty that is searched for downhill from a good guess, in steps of a factor of 10.
+        """Fit one update with a penalty that is searched for downhill from a guess.
 
         It takes a few Cholesky factors where `fit` takes all eigenvectors, which cost as much as twenty of them.
 
@@ -174,7 +187,8 @@ class DualRidge:
             penalty: ``[1]``, where the search begins: the penalty of a similar fit.
             share: as for `fit`.
             least_noise: ``[1]``, as for `fit`.
-            refine: whether to take smaller steps at the end, and to compute the ratios; otherwise they are zero.
+            steps: powers of ten, each taken as long as it helps; none: the guess is the penalty.
+            final: whether to compute the ratios; otherwise they are zero.
         """
         along_mean, scale = products.mean(1), float(self.centred.diagonal().sum().clamp_min(_TINY))
         deviations = products - torch.outer(along_mean, self.along_mean) / self.mean_square
@@ -197,14 +211,14 @@ class DualRidge:
         while best is None:  # too small for the rounding of this matrix
             penalty = penalty.clamp_min(lowest) * 10
             best = at(float(penalty))
-        for exponent in (1, -1, 0.5, -0.5, 0.25, -0.25) if refine else (1, -1):
+        for exponent in steps:
             step = 10.0**exponent
             while lowest <= best.penalty * step <= highest and (tried := at(best.penalty * step)):
                 if tried.cost >= best.cost:
                     break
                 best = tried
         coefficients, ratios = best.coefficients, torch.zeros_like(best.coefficients)
-        if refine:
+        if final:
             leverages = 1 - best.penalty * torch.cholesky_inverse(best.factor).diagonal()
             ratios = self._ratios(coefficients, leverages, best.signal, share)
         of_mean = (along_mean - coefficients @ self.along_mean) / self.mean_square

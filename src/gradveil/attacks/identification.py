@@ -1,14 +1,24 @@
 """Identification: which of some candidates did the client train on?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from gradveil.attacks._adaptive import expectation
 from gradveil.attacks._candidates import CandidateClients, ChosenValues, with_fixed_norms
-from gradveil.attacks._ridge import DualRidge, Fit, WeightedGrams, weighted_gram, weighted_products
+from gradveil.attacks._ridge import (
+    COARSE,
+    FINAL,
+    FINE,
+    DualRidge,
+    Fit,
+    WeightedGrams,
+    weighted_gram,
+    weighted_products,
+)
 from gradveil.attacks._simulation import Steps
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Identification
@@ -22,12 +32,14 @@ from gradveil.task.sensitivity import chunk_size
 from gradveil.update import total_weight
 
 FORMS = ("ridge", "matched-filter", "likelihood")
-PLACES = {"start": 0.0, "midpoint": 0.5}
-PATHS = ("evidence", *PLACES)
+PATHS = ("evidence", "start", "shared", "midpoint")
 
 _EXPECTED_FROM = 64
 """Of a model with more values than a row has, the fitted update is computed from this many candidates, and from their
 mean: those with the largest coefficients."""
+_CHANGE_FROM = 128
+"""How the fitted update changes along a client's path is computed from this many candidates: half of them are those
+with the largest coefficients, the other half stand for the rest."""
 
 
 @ATTACKS.register("identification")
@@ -62,8 +74,11 @@ class CandidateIdentification(Attack):
     declares nothing, or only how to repair inputs that were found (``ats``, ``refiner``), is run on each candidate, and
     the mean of the draws is its row (`simulate`). Several observed rounds are one long update.
 
-    With local steps, gradients are taken at the weights that were sent, or half way to those that came back, which the
-    update itself reveals. With batch statistics, an update of one example is exact. For larger batches, candidates'
+    With local steps, gradients are taken at the weights that were sent, or half way to those that came back: on average
+    over all updates, which takes one table for all of them. How the fitted update changes from there to the middle of
+    a client's own path, which its update reveals, takes one gradient of 128 candidates and is subtracted, if that makes
+    the update more likely. ``path=midpoint`` takes all candidates' gradients on each path instead.
+    With batch statistics, an update of one example is exact. For larger batches, candidates'
     gradients are taken with fixed statistics, those of batches of candidates, which leaves out what the statistics add
     to the gradient (resnet18 at initial weights, a batch of 16 among 200 candidates: AUC .89 in 10 games).
 
@@ -71,8 +86,9 @@ class CandidateIdentification(Attack):
         form: ``"ridge"``, ``"matched-filter"`` or, for one example, ``"likelihood"``.
         coordinates: the most values of an update that are compared; of larger models, a random subset.
         passes: how often an adaptive attacker reads the update again, with what it has fitted.
-        path: where on the path of local steps gradients are taken: ``"start"``, ``"midpoint"``, or ``"evidence"``:
-            whichever makes the update more likely, for each victim.
+        path: where on the path of local steps gradients are taken: at its ``"start"``, in the middle of all paths
+            (``"shared"``), in that of each (``"midpoint"``), or ``"evidence"``: at the start or in the middle of all
+            paths, whichever makes the update more likely, for each victim.
         simulate: whether an adaptive attacker runs the defense on each candidate if that is all it can do; otherwise it
             compares with undefended gradients.
 
@@ -149,104 +165,189 @@ class _Comparison:
 
     def scores(self) -> Tensor:
         """The scores ``[victims, candidates]``."""
-        variants, victims = self._variants(), self.problem.victims
-        tables = sum(victims if variant.by_victim else 1 for variant in variants)
-        steps = Steps(self.problem.progress, tables * len(self.candidates[0]) + len(variants) * victims)
-        found = [self._scored(variant, steps) for variant in variants]
+        effects, victims = self._effects(), self.problem.victims
+        groups = sum(victims if self._by_victim(effect) else 1 for effect in effects)
+        count = len(self.candidates[0])
+        steps = Steps(self.problem.progress, groups * len(self._paths()) * count + len(effects) * victims)
+        found = [self._scored(effect, steps) for effect in effects]
         best = torch.stack([cost for _, cost in found]).argmin(0)
         return torch.stack([scores for scores, _ in found])[best, torch.arange(victims, device=best.device)]
 
-    def _variants(self) -> list["_Variant"]:
-        """What the attacker cannot know beforehand, and chooses for each victim by the marginal likelihood."""
-        knowledge, rounds = self.knowledge, len(self.tasks)
-        effects = [knowledge]
-        if knowledge.expect and rounds == 1 and self.problem.examples > 1:
+    def _effects(self) -> list[Knowledge]:
+        """What the defense may do; which of it is the case is chosen for each victim by the marginal likelihood."""
+        knowledge = self.knowledge
+        if knowledge.expect and len(self.tasks) == 1 and self.problem.examples > 1:
             # It is declared for the gradient of the batch. Whether it acts on single examples shows in the fit.
-            effects.append(replace(knowledge, expect=None))
-        paths = ["start", "midpoint"] if self.attack.path == "evidence" else [self.attack.path]
-        places = [PLACES[path] for path in (paths if self.problem.threat.local else ["start"])]
-        return [
-            _Variant(effect, place, bool(place or effect.task or (effect.expect and rounds > 1)))
-            for effect in effects
-            for place in places
-        ]
+            return [knowledge, replace(knowledge, expect=None)]
+        return [knowledge]
 
-    def _scored(self, variant: "_Variant", steps: Steps) -> tuple[Tensor, Tensor]:
+    def _paths(self) -> list[str]:
+        """Where gradients are taken, chosen in the same way; a simulated client takes its local steps itself."""
+        if self.problem.threat.local is None or self.knowledge.draw:
+            return ["start"]
+        return ["start", "shared"] if self.attack.path == "evidence" else [self.attack.path]
+
+    def _by_victim(self, effect: Knowledge) -> bool:
+        """Whether the candidates' gradients depend on what was seen of a victim."""
+        return bool(self._paths() == ["midpoint"] or effect.task or (effect.expect and len(self.tasks) > 1))
+
+    def _scored(self, effect: Knowledge, steps: Steps) -> tuple[Tensor, Tensor]:
         """The scores of all victims, and what the fit costs each."""
-        knowledge, victims = variant.knowledge, range(self.problem.victims)
-        parts = []
-        fits: Fit | None = None
-        for group in [[victim] for victim in victims] if variant.by_victim else [list(victims)]:
+        victims = list(range(self.problem.victims))
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        last: dict[str, _Compared] = {}
+        for group in [[victim] for victim in victims] if self._by_victim(effect) else [victims]:
             updates = [self._updates(victim) for victim in group]
-            clients = self._clients(variant, updates[0])
-            rows = clients.table(self.chosen, steps.add)
-            targets = torch.stack([self._row(rounds) for rounds in updates])
-            if (offset := clients.offset()) is not None:
-                targets = targets - self._row(offset)
-            noise = torch.tensor([_noise(knowledge, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
-            model = _Model(rows, self.share, weighted_gram(rows))
-            if fits is None:
-                fits = model.fit(targets, noise)
-            else:  # one victim after another, each with a table of its own: the last one's penalty is a good guess
-                fits = model.fit_near(targets, noise, fits, refine=knowledge.read is None)
-            if knowledge.read is None:
-                parts.append((model.scores(self.attack.form, targets, fits), fits.cost))
-                steps.add(len(group))
-                continue
-            grams = WeightedGrams(rows, model.gram)
-            for place, rounds in enumerate(updates):
-                fit = _one(fits, place)
-                parts.append(self._read(knowledge, clients, grams, rounds, fit, noise[place : place + 1]))
-                steps.add(1)
-        scores = torch.cat([scores for scores, _ in parts])[:, : self.count]
-        return scores, torch.cat([cost for _, cost in parts])
+            last = {path: self._compared(effect, path, updates, last.get(path), steps) for path in self._paths()}
+            best = torch.stack([compared.fits.cost for compared in last.values()]).argmin(0)
+            for number, compared in enumerate(last.values()):
+                chosen = (best == number).nonzero().flatten().tolist()
+                if chosen:
+                    scores, costs = self._read(effect, compared.of(chosen), [updates[place] for place in chosen])
+                    found |= {group[p]: (scores[i], costs[i]) for i, p in enumerate(chosen)}
+                    steps.add(len(chosen))
+        scores, costs = (torch.stack([found[victim][part] for victim in victims]) for part in (0, 1))
+        return scores[:, : self.count], costs
+
+    def _compared(
+        self,
+        effect: Knowledge,
+        path: str,
+        updates: Sequence[Sequence[Gradients]],
+        similar: "_Compared | None",
+        steps: Steps,
+    ) -> "_Compared":
+        """The updates of some victims, compared with one table of gradients.
+
+        Args:
+            effect: what the defense does.
+            path: where on the paths of local steps gradients are taken.
+            updates: what was seen of each victim, round by round.
+            similar: what another victim was compared with; its penalty is a good guess.
+            steps: counts candidates.
+        """
+        mean = [
+            {name: torch.stack([each[name] for each in seen]).mean(0) for name in seen[0]}
+            for seen in zip(*updates, strict=True)
+        ]
+        clients = self._clients(effect, self.tasks if path == "start" else self._half_way(mean), updates[0])
+        rows = clients.table(self.chosen, steps.add)
+        targets = torch.stack([self._row(rounds) for rounds in updates])
+        offset = clients.offset()
+        shifts = torch.zeros_like(targets) if offset is None else self._row(offset).expand_as(targets)
+        noise = torch.tensor([_noise(effect, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
+        model = _Model(rows, self.share, weighted_gram(rows))
+        if similar is None:
+            fits = model.fit(targets - shifts, noise)
+        else:
+            fits = model.fit_near(
+                targets - shifts, noise, similar.fits, steps=COARSE if effect.read else FINE, final=not effect.read
+            )
+        compared = _Compared(clients, model, targets, shifts, noise, fits)
+        if path == "shared" and len(updates) > 1 and effect.expect is None:
+            return self._on_own_paths(compared, updates)
+        return compared
+
+    def _on_own_paths(self, compared: "_Compared", updates: Sequence[Sequence[Gradients]]) -> "_Compared":
+        """Take from each update how the fitted one changes from the shared weights to the middle of its own path.
+
+        It is done for the updates that become more likely by it.
+        """
+        rows, changes = compared.model.rows, []
+        for coefficients, rounds in zip(compared.model.sums(compared.fits).to(rows), updates, strict=True):
+            places, weights = _representatives(coefficients)
+            there = replace(compared.clients, tasks=self._half_way(rounds)).weighted_sum(places, weights)
+            changes.append(self._row(there) - weights @ rows[places])
+        shifts = compared.shifts + torch.stack(changes)
+        fits = compared.model.fit(compared.targets - shifts, compared.noise)
+        better = fits.cost < compared.fits.cost
+        return replace(
+            compared,
+            shifts=torch.where(better[:, None], shifts, compared.shifts),
+            fits=fits.where(better, compared.fits),
+        )
 
     def _read(
+        self, effect: Knowledge, compared: "_Compared", updates: Sequence[Sequence[Gradients]]
+    ) -> tuple[Tensor, Tensor]:
+        """Score candidates by what the updates say, given what is fitted; fit that, and read again."""
+        model, fits, targets = compared.model, compared.fits, compared.targets - compared.shifts
+        grams = WeightedGrams(model.rows, model.gram)
+        for _ in range(self.attack.passes if effect.read else 0):
+            readings = list(map(partial(self._reading, effect, compared), model.sums(fits), compared.shifts, updates))
+            if any(weights is not None for _, weights in readings):
+                alone: list[tuple[Tensor, Fit]] = []
+                for place, reading in enumerate(readings):
+                    similar = alone[-1][1] if alone else None
+                    one = compared.of([place])
+                    alone.append(self._read_alone(effect, one, grams, updates[place], reading, similar))
+                return torch.cat([scores for scores, _ in alone]), torch.cat([fit.cost for _, fit in alone])
+            targets = torch.stack([values for values, _ in readings]) - compared.shifts
+            fits = model.fit(targets, compared.noise)
+        return model.scores(self.attack.form, targets, fits), fits.cost
+
+    def _read_alone(
         self,
-        knowledge: Knowledge,
-        clients: CandidateClients,
+        effect: Knowledge,
+        compared: "_Compared",
         grams: WeightedGrams,
         rounds: Sequence[Gradients],
-        fit: Fit,
-        noise: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Read what the update says, given what is fitted; fit that, and read again."""
-        assert knowledge.read is not None
-        offset, rows = clients.offset(), grams.rows
-        model, previous = None, torch.empty(0)
+        reading: "_Reading",
+        similar: Fit | None,
+    ) -> tuple[Tensor, Fit]:
+        """The scores and the fit of one victim, whose values count differently.
+
+        Args:
+            effect: what the defense does.
+            compared: the comparison of this victim.
+            grams: the Gram matrices of the table.
+            rounds: what was seen of the victim.
+            reading: what the update says, given the first fit.
+            similar: the last fit of another victim; its penalty is a good guess.
+        """
+        rows, fit, model, previous = grams.rows, similar or compared.fits, None, torch.empty(0)
         for number in range(1, self.attack.passes + 1):
-            expected = self._fitted(clients, rows, fit)
-            if offset is not None:
-                expected = [{n: e[n] + zero[n] for n in e} for e, zero in zip(expected, offset, strict=True)]
-            evidence = [_completed(knowledge.read(e, u), e) for e, u in zip(expected, rounds, strict=True)]
-            targets = self._row([values for values, _ in evidence])[None]
-            if offset is not None:
-                targets = targets - self._row(offset)
-            weights = self._row([weights for _, weights in evidence])
-            said, used = torch.cat([targets[0] * weights, weights]), weights > 0
+            values, weights = reading
+            weights = torch.ones_like(values) if weights is None else weights
+            targets, used = (values - compared.shifts[0])[None], weights > 0
+            said = torch.cat([targets[0] * weights, weights])
             settled = torch.equal(said, previous)
             if model is None or not settled:
                 model, previous = _Model(rows[:, used], self.share, grams.under(weights), weights[used]), said
             if settled or number == self.attack.passes:
                 break
-            fit = model.fit_near(targets[:, used], noise, fit, refine=False)
+            search = () if similar else COARSE
+            fit = model.fit_near(targets[:, used], compared.noise, fit, steps=search, final=False)
+            reading = self._reading(effect, compared, model.sums(fit)[0], compared.shifts[0], rounds)
         assert model is not None
-        fit = model.fit_near(targets[:, used], noise, fit, refine=True)
-        return model.scores(self.attack.form, targets[:, used], fit), fit.cost
+        fit = model.fit_near(targets[:, used], compared.noise, fit, steps=FINAL if similar else FINE)
+        return model.scores(self.attack.form, targets[:, used], fit), fit
 
-    def _fitted(self, clients: CandidateClients, rows: Tensor, fit: Fit) -> list[Gradients]:
+    def _reading(
+        self, effect: Knowledge, compared: "_Compared", sums: Tensor, shift: Tensor, rounds: Sequence[Gradients]
+    ) -> "_Reading":
+        """What a victim's update says, given the sum of candidates that is fitted to it."""
+        assert effect.read is not None
+        expected = self._expected(compared.clients, compared.model.rows, sums, shift)
+        evidence = [effect.read(e, u) for e, u in zip(expected, rounds, strict=True)]
+        if all(each.weights is None for each in evidence):
+            return self._row([each.values for each in evidence]), None
+        completed = [_completed(*each) for each in zip(evidence, expected, strict=True)]
+        return self._row([values for values, _ in completed]), self._row([weights for _, weights in completed])
+
+    def _expected(self, clients: CandidateClients, rows: Tensor, sums: Tensor, shift: Tensor) -> list[Gradients]:
         """What the fit says that was sent in each round, before the defense's randomness."""
-        coefficients = (fit.coefficients + fit.of_mean[:, None] / len(rows))[0].to(rows)
+        coefficients = sums.to(rows)
         if self.chosen.all:
-            return [self.chosen.update(part) for part in (coefficients @ rows).chunk(len(self.tasks))]
+            return [self.chosen.update(part) for part in (coefficients @ rows + shift).chunk(len(self.tasks))]
         places = coefficients.abs().topk(min(_EXPECTED_FROM, len(rows))).indices
-        total: list[Gradients] = []
+        total = clients.offset() or []
         for part in torch.split(places, chunk_size(self.tasks[0], len(self.tasks))):
-            sums = [
+            found = [
                 {name: torch.tensordot(coefficients[part], value, 1) for name, value in sent.items()}
                 for sent in clients.sent(part)
             ]
-            total = [{n: a[n] + b[n] for n in a} for a, b in zip(total, sums, strict=True)] if total else sums
+            total = [{n: a[n] + b[n] for n in a} for a, b in zip(total, found, strict=True)] if total else found
         return total
 
     def _updates(self, victim: int) -> list[Gradients]:
@@ -255,34 +356,51 @@ class _Comparison:
     def _row(self, rounds: Sequence[Gradients]) -> Tensor:
         return torch.cat([self.chosen.rows({n: v[None] for n, v in update.items()})[0] for update in rounds])
 
-    def _clients(self, variant: "_Variant", rounds: Sequence[Gradients]) -> CandidateClients:
-        """The clients to compare a victim with, of which these updates were seen."""
-        knowledge, tasks, local = variant.knowledge, self.tasks, self.problem.threat.local
-        if knowledge.task:
-            tasks = [knowledge.task(task, update) for task, update in zip(tasks, rounds, strict=True)]
-        if local is not None and variant.place:
-            step = variant.place * local.lr
-            tasks = [
-                task.with_parameters({n: value - step * update[n] for n, value in task.parameters.items()})
-                for task, update in zip(tasks, rounds, strict=True)
-            ]
-        weight = total_weight(local, 1)
-        return CandidateClients(tasks, self.candidates, knowledge.expect, knowledge.draw, rounds, weight)
+    def _half_way(self, rounds: Sequence[Gradients]) -> list[Task]:
+        """The model in each round, half way from the weights that were sent to those that came back."""
+        local = self.problem.threat.local
+        assert local is not None
+        return [
+            task.with_parameters({n: value - local.lr / 2 * update[n] for n, value in task.parameters.items()})
+            for task, update in zip(self.tasks, rounds, strict=True)
+        ]
+
+    def _clients(self, effect: Knowledge, tasks: Sequence[Task], rounds: Sequence[Gradients]) -> CandidateClients:
+        """The clients to compare victims with, of which these updates were seen."""
+        if effect.task:
+            tasks = [effect.task(task, update) for task, update in zip(tasks, rounds, strict=True)]
+        weight = total_weight(self.problem.threat.local, 1)
+        return CandidateClients(tasks, self.candidates, effect.expect, effect.draw, rounds, weight)
+
+
+_Reading = tuple[Tensor, Tensor | None]
+"""The values of an update as far as it determines them, and how much each counts; None: all count alike."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Variant:
-    """One way to compare updates with candidates.
+class _Compared:
+    """The updates of some victims and a table that they were compared with.
 
     Args:
-        knowledge: what the defense does.
-        place: where on the client's path of local steps gradients are taken, from 0 (its start) to 1 (its end).
-        by_victim: whether the candidates' gradients depend on what was seen of a victim.
+        clients: the table's clients.
+        model: the updates as sums of the table's rows.
+        targets: ``[victims, values]``, the updates.
+        shifts: ``[victims, values]``, what is taken from them before they are fitted.
+        noise: ``[victims]``, the known variance of their noise.
+        fits: what they are fitted by.
     """
 
-    knowledge: Knowledge
-    place: float
-    by_victim: bool
+    clients: CandidateClients
+    model: "_Model"
+    targets: Tensor
+    shifts: Tensor
+    noise: Tensor
+    fits: Fit
+
+    def of(self, places: list[int]) -> "_Compared":
+        """The comparison of some of the victims."""
+        targets, shifts, noise = (part[places] for part in (self.targets, self.shifts, self.noise))
+        return _Compared(self.clients, self.model, targets, shifts, noise, self.fits.of(places))
 
 
 class _Model:
@@ -303,15 +421,21 @@ class _Model:
         """Fit updates ``[updates, values]`` with known variances of noise ``[updates]``."""
         return self.ridge.fit(*self._products(targets), share=self.share, least_noise=noise)
 
-    def fit_near(self, targets: Tensor, noise: Tensor, fit: Fit, *, refine: bool) -> Fit:
+    def fit_near(self, targets: Tensor, noise: Tensor, fit: Fit, *, steps: Sequence[float], final: bool = True) -> Fit:
         """Fit one update that is similar to one that was fitted, see `DualRidge.near`."""
         products, squares = self._products(targets)
-        return self.ridge.near(products, squares, fit.penalty, share=self.share, least_noise=noise, refine=refine)
+        return self.ridge.near(
+            products, squares, fit.penalty, share=self.share, least_noise=noise, steps=steps, final=final
+        )
 
     def _products(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         squares = targets.double().square()
         squares = (squares if self.weights is None else squares * self.weights).sum(1)
         return weighted_products(self.rows, targets, self.weights), squares
+
+    def sums(self, fit: Fit) -> Tensor:
+        """The fitted updates as sums of candidates, ``[updates, candidates]``."""
+        return fit.coefficients + fit.of_mean[:, None] / len(self.rows)
 
     def scores(self, form: str, targets: Tensor, fit: Fit) -> Tensor:
         """The scores ``[updates, candidates]`` of one of the `FORMS`."""
@@ -352,6 +476,13 @@ def _completed(evidence: Evidence, expected: Gradients) -> tuple[Gradients, Grad
     return values, {name: torch.where(outside[name], 1.0, weight) for name, weight in weights.items()}
 
 
-def _one(fits: Fit, place: int) -> Fit:
-    """The fit of one update out of several."""
-    return Fit(*(getattr(fits, field.name)[place : place + 1] for field in fields(Fit)))
+def _representatives(coefficients: Tensor) -> tuple[Tensor, Tensor]:
+    """Candidates and weights whose sum of gradients stands for that of all candidates with these coefficients.
+
+    Those with the largest coefficients have their own; some of the others share equally what remains.
+    """
+    order = coefficients.abs().argsort(descending=True)
+    own, others = order[: _CHANGE_FROM // 2], order[_CHANGE_FROM // 2 :]
+    some = others[:: max(1, len(others) // (_CHANGE_FROM // 2))]
+    weights = coefficients[others].sum() / max(1, len(some))
+    return torch.cat([own, some]), torch.cat([coefficients[own], weights.expand(len(some))])

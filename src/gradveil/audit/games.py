@@ -1,5 +1,6 @@
 """The identification game: members of a client's batch are hidden among candidates; an attacker has to find them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from gradveil.core.errors import ParameterError
 from gradveil.core.randomness import derived_generator
 from gradveil.data import Split
 from gradveil.federation.job import as_batch
+from gradveil.metrics.identification import class_mix
 from gradveil.update import Announced, LocalSteps, Update
 
 INCLUSIONS = ("batch", "eighth", "one")
@@ -64,6 +66,14 @@ class Games:
                 )
         if len(torch.unique(self.pool)) < len(self.pool):
             raise ParameterError("game: expected every candidate once, got some that are in the pool twice")
+
+    @property
+    def class_mix(self) -> float | None:
+        """How likely the members' mix of classes is, see `metrics.identification.class_mix`; None without classes."""
+        targets = self.split.targets[self.pool]
+        if targets.ndim > 1 or targets.is_floating_point():
+            return None
+        return class_mix(targets, self.members)
 
 
 def draw_games(
@@ -140,30 +150,14 @@ def _with_neighbours(split: Split, order: Tensor, count: int) -> Tensor:
     return torch.tensor(pool[:count])
 
 
-def play(
-    games: Games,
-    prepared: PreparedDefense,
-    attack: Attack,
-    *,
-    adaptive: bool | str = False,
-    local: LocalSteps | None = None,
-    local_known: str = "full",
-    seed: int = 0,
-    public: tuple[Tensor, Tensor] | None = None,
-    progress: Progress = None,
-) -> Identification:
-    """Let every client send its update, and the attacker score the candidates.
+def send(games: Games, prepared: PreparedDefense, *, local: LocalSteps | None = None, seed: int = 0) -> list[Update]:
+    """What the server sees of each game's client.
 
     Args:
         games: who holds what.
         prepared: the clients' defense and the model.
-        attack: an attack that identifies.
-        adaptive: whether the attacker knows the defense, or the form in which it uses that knowledge.
         local: the clients' local steps.
-        local_known: what the attacker knows about them, see `ThreatModel`.
-        seed: seed of the clients' and the attacker's draws.
-        public: examples that anybody has, none of them in the games, which the attacker may use; None: there are none.
-        progress: called with (steps done, total steps, seconds left).
+        seed: seed of the clients' draws.
     """
     task, defense = prepared.task, prepared.defense
     updates: list[Update] = []
@@ -181,6 +175,38 @@ def play(
                 )
             ]
         )
+    return updates
+
+
+def play(
+    games: Games,
+    prepared: PreparedDefense,
+    attack: Attack,
+    *,
+    updates: Sequence[Update] | None = None,
+    adaptive: bool | str = False,
+    local: LocalSteps | None = None,
+    local_known: str = "full",
+    seed: int = 0,
+    public: tuple[Tensor, Tensor] | None = None,
+    progress: Progress = None,
+) -> Identification:
+    """Let every client send its update, and the attacker score the candidates.
+
+    Args:
+        games: who holds what; of several games with the same pool and batch size, any one, if `updates` has them all.
+        prepared: the clients' defense and the model.
+        attack: an attack that identifies.
+        updates: what `send` returned for these games, if it was called before; None: call it.
+        adaptive: whether the attacker knows the defense, or the form in which it uses that knowledge.
+        local: the clients' local steps.
+        local_known: what the attacker knows about them, see `ThreatModel`.
+        seed: seed of the clients' and the attacker's draws.
+        public: examples that anybody has, none of them in the games, which the attacker may use; None: there are none.
+        progress: called with (steps done, total steps, seconds left).
+    """
+    task, defense = prepared.task, prepared.defense
+    updates = send(games, prepared, local=local, seed=seed) if updates is None else list(updates)
     threat = ThreatModel(
         batch_size=games.batches.shape[1],
         adaptive=adaptive,

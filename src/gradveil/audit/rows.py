@@ -312,6 +312,8 @@ class IdentificationRow(Row):
         auc: how often the client's example scores higher than another candidate, with its interval.
         tpr: the share of games in which it scores higher than all but 1 % of the others, with its interval.
         bits: a lower bound on what an update tells about which candidate it was.
+        class_mix: how likely a mix of classes as unusual as the members' is, if members are drawn from the candidates
+            at random (`metrics.identification.class_mix`); None: there are no classes.
         seconds: wall time of the attacker for all games.
     """
 
@@ -335,6 +337,7 @@ class IdentificationRow(Row):
     tpr_high: float | None = _field(kinds.optional(kinds.SHARE))
     bits: float = _field(kinds.AMOUNT)
     bits_low: float = _field(kinds.AMOUNT)
+    class_mix: float | None = _field(kinds.optional(kinds.SHARE))
     seconds: float | None = _field(kinds.optional(kinds.AMOUNT))
 
     @property

@@ -783,6 +783,7 @@ class _Work:
             **_with_interval("tpr", figures["tpr_at_1_percent"]),
             bits=figures["bits"].value,
             bits_low=figures["bits"].low,
+            class_mix=drawn.class_mix,
             seconds=round(seconds, 3),
         )
         return Finished([row])

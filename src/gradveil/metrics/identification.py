@@ -192,6 +192,27 @@ def information_bits(accuracy: Estimate, candidates: int) -> Estimate:
     return Estimate(*(bits(right) for right in (accuracy.value, accuracy.low, accuracy.high)))
 
 
+def class_mix(classes: Tensor, members: Tensor) -> float:
+    r"""How likely a mix of classes as unusual as the members' is, if members are drawn from the candidates at random.
+
+    This is the p-value of Pearson's test with the classes of all games' members, :math:`O_k`, against their share of
+    the candidates, :math:`\chi^2 = \sum_k (O_k - E_k)^2 / E_k`. An update often reveals classes. If members and other
+    candidates differ in their classes, an attacker who reads nothing else seems to name members.
+
+    Args:
+        classes: ``[N]``, the class of each candidate.
+        members: ``[games, N]``, True for members.
+
+    >>> classes = torch.tensor([0, 1] * 10)
+    >>> class_mix(classes, torch.eye(20).bool()), class_mix(classes, torch.eye(20).bool()[::2]) < 0.01
+    (1.0, True)
+    """
+    _, place, counts = torch.unique(classes, return_inverse=True, return_counts=True)
+    observed = torch.zeros(len(counts), dtype=torch.float64).index_add(0, place, members.double().sum(0))
+    expected = counts.double() / len(classes) * observed.sum()
+    return float(stats.chi2.sf(float(((observed - expected).square() / expected).sum()), max(1, len(counts) - 1)))
+
+
 def summary(scores: Tensor, members: Tensor) -> dict[str, Estimate]:
     """All figures of some games that have equally many members each; rank-1 accuracy and bits only of single ones.
 

@@ -26,6 +26,7 @@ from gradveil.report._scores import (
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.read import UNDEFENDED, Audit
 
+UNLIKELY_MIX = 0.001  # a false alarm in 1 of 1,000 audits
 FEW_GAMES = 50  # a share near one half is then known to within 14 points
 FEW_VICTIMS = 8  # 0 of 7 still allows a true rate of one in three
 # The next two are shares of the total decrease of a loss. On MNIST and LeNet, at most .0005 of the decrease came in the
@@ -432,6 +433,28 @@ def _too_few_games(audit: Audit) -> Iterator[str]:
         yield (
             f"Only {plural(fewest, 'identification game')} per defense: even if none is won, the true share may be as "
             f"high as {percent(possible_share(0, fewest))} (at 95 % confidence). Play at least {FEW_GAMES} (`--games`)."
+        )
+
+
+@_flag("easy-distractors")
+def _easy_distractors(audit: Audit) -> Iterator[str]:
+    """The candidates that were not trained on are of other classes than those that were.
+
+    Raised when the classes of the clients' examples in the identification games are so unlike those of all candidates
+    that random draws would be as unlike in fewer than 1 of 1,000 audits.
+
+    Why it matters. An update often reveals the classes of a batch. If most other candidates are of other classes, the
+    client's example is named by its class, not by its contents, and the share named says too much about the update; if
+    they are of the same few classes, it says too little.
+
+    What to do. Draw the clients' examples and the other candidates from the same examples, as audits do.
+    """
+    mixes = [row.class_mix for rows in audit.identified.values() for row in rows if row.class_mix is not None]
+    if mixes and min(mixes) < UNLIKELY_MIX:
+        yield (
+            "In the identification games, the clients' examples are not of the same classes as the other candidates "
+            "(chance would do that in fewer than 1 of 1,000 audits), so they may be named by their class alone. Draw "
+            "both from the same examples."
         )
 
 
