@@ -128,9 +128,10 @@ CONFIG_SCHEMA: Schema = {
     DIGEST: kinds.digest(),
 }
 
+_SHOWN = re.compile(r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.(png|json)")
 _PICTURE = Kind(
-    "a path images/NAME.png",
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png", value)),
+    "a path images/NAME.png or images/NAME.json",
+    lambda value: isinstance(value, str) and bool(_SHOWN.fullmatch(value)),
 )
 
 STAMPS: Schema = {"audit": kinds.digest(), DIGEST: kinds.digest()}
@@ -234,8 +235,9 @@ class ResultRow(Row):
         loss: the attacker's own loss at the end of its search; `loss_start` is that at its beginning, `loss_late` that
             after nine tenths of it, `loss_restarts` that at the end of each restart.
         found_by: the attack that found this, if the attack chose among others; None: it did not choose.
-        image: path of the reconstruction's picture in the folder, and `image_digest` the digest of that file;
-            `original_digest` is that of the victim's own picture, in the rows of the blind guess.
+        image: path of the reconstruction's picture in the folder, or of its text if the modality is written, and
+            `image_digest` the digest of that file; `original_digest` is that of the victim's own, in the rows of the
+            blind guess.
     """
 
     identity = ("defense_spec", "attack_spec", "adaptive", "victim")
