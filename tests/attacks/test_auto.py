@@ -89,6 +89,15 @@ def test_it_attacks_with_what_worked_on_its_own_clients(granted, monkeypatch, ti
         assert torch.equal(found.inputs, alone.inputs)
 
 
+def test_a_closed_form_that_is_exact_ends_the_trials():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+    task = gradveil.Task(model.double(), input_shape=(1, 4, 4), classes=3)
+    attack = gradveil.attack("auto").fit(task, gradveil.ThreatModel(), generator=torch.Generator().manual_seed(0))
+    assert attack.chosen["members"] == ["first-layer"]
+    assert list(attack.chosen["closeness"]) == ["first-layer"]
+
+
 def test_it_fits_itself_if_nobody_did(monkeypatch, tiny_task, tiny_batch):
     monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", SMALL[:1])
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])

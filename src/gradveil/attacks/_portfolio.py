@@ -50,6 +50,11 @@ class Member:
     steps: int | None = None
     unless: str | None = None
 
+    @property
+    def is_closed_form(self) -> bool:
+        """Whether it neither searches nor learns."""
+        return self.steps is None and not self.attack().needs_public
+
     def attack(self, iterations: int = 1) -> Attack:
         """The attack with so many iterations in all; what exceeds `steps` becomes restarts."""
         attack = from_spec(self.spec)
@@ -68,6 +73,9 @@ def from_spec(spec: str) -> Attack:
 
 
 PORTFOLIO = (
+    Member("first-layer"),
+    Member("april"),
+    Member("spear"),
     Member("peel", 400),
     Member("idlg", 1000),
     Member("inverting-gradients:optimiser=lbfgs,tv=0.01", 500),

@@ -36,6 +36,8 @@ LEAST_TRIED = 20
 """Iterations that a search is given at least when it is tried, whatever they cost: fewer tell nothing."""
 LEAST = 100
 """The same when it attacks."""
+EXACT = 1e-4
+"""Distance below which a closed form explains an update; if it does so for every client, nothing else is tried."""
 LEARNING = 8
 """An attack that learns may take as long as attacking so many victims; else it learns from less, or is left out."""
 
@@ -127,23 +129,7 @@ class Auto(Attack):
         """Simulate clients, try every member of the portfolio on them, and choose."""
         calibration = Calibration.of(task, threat, learning)
         refused: dict[str, str] = {}
-        prices: dict[Member, Price] = {}
-        for member in PORTFOLIO:
-            if member.unless in {better.spec for better in prices}:
-                continue
-            try:
-                prices[member] = calibration.price(member)
-            except GradveilError as error:
-                refused[member.spec] = str(error)
-        share = self.seconds / max(1, len(prices))
-        trials = []
-        for place, (member, price) in enumerate(prices.items()):
-            attack = member.attack(price.iterations(share, LEAST_TRIED))
-            part = _part(learning.progress, place, len(prices))
-            try:
-                trials.append(calibration.trial(member, price, attack, LEARNING * self.seconds, part))
-            except GradveilError as error:
-                refused[member.spec] = str(error)
+        trials = self._trials(calibration, learning, refused)
         if not trials:
             raise ThreatModelError(f"{self.name}: every attack of its portfolio refused: {'; '.join(refused.values())}")
         policy = best_policy(trials, METRICS.get(task.modality.primary).noticeable)
@@ -162,6 +148,33 @@ class Auto(Attack):
             "refused": refused,
         }
         return replace(self, chosen=chosen, learned=Tensors(tensors))
+
+    def _trials(self, calibration: Calibration, learning: Learning, refused: dict[str, str]) -> list[Trial]:
+        """Try every member; those that refuse are noted with their reasons."""
+        trials: list[Trial] = []
+        prices: dict[Member, Price] = {}
+        for member in PORTFOLIO:
+            if member.unless in {better.spec for better in prices}:
+                continue
+            try:
+                prices[member] = calibration.price(member)
+                if member.is_closed_form:
+                    trials.append(calibration.trial(member, prices[member], member.attack(), 0.0, None))
+            except GradveilError as error:
+                refused[member.spec] = str(error)
+                prices.pop(member, None)
+            if trials and max(trials[-1].distances) < EXACT:
+                return trials[-1:]
+        share = self.seconds / max(1, len(prices) - len(trials))
+        rest = [member for member in prices if not member.is_closed_form]
+        for place, member in enumerate(rest):
+            attack = member.attack(prices[member].iterations(share, LEAST_TRIED))
+            part = _part(learning.progress, place, len(rest))
+            try:
+                trials.append(calibration.trial(member, prices[member], attack, LEARNING * self.seconds, part))
+            except GradveilError as error:
+                refused[member.spec] = str(error)
+        return trials
 
     def _armed(self, trial: Trial, sharing: int) -> Attack:
         """A member with all the iterations that the budget allows if `sharing` members share it."""
