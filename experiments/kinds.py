@@ -66,7 +66,7 @@ def build(case: Row) -> gradveil.Task:
     dataset = dataset_of(case)
     scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if key in case}
     loss = case.get("loss", "cross-entropy")
-    task = cases.build_task(dataset, case["model"], seed=case["seed"], loss=loss, **scale)
+    task = cases.build_task(dataset, case["model"], seed=case["seed"], loss=loss, norms=case.get("norms"), **scale)
     if not case.get("trained"):
         return task
     deciding = ("dataset", "train_examples", "loss", "mean", "std", "model", "seed", "trained")
@@ -128,15 +128,19 @@ def attack_of(case: Row) -> Attack:
     return preset(case["attack"], case["budget"], dataset=case["dataset"], model=model)
 
 
-def fitted_case(case: Row, session: Session) -> cases.Case:
-    """The attack on a defense, both prepared; an attack that learns has done so."""
+def posed_case(case: Row) -> cases.Case:
+    """The attack on a defense, both prepared; an attack that learns has not done so yet."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
     settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
     if "attacker_images" in case:
         settings["public"] = attacker_public_of(case, task)
-    attack_case = cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
-    return cases.fit(attack_case, progress=session.progress, cache=session.checkpoints(case))
+    return cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
+
+
+def fitted_case(case: Row, session: Session) -> cases.Case:
+    """The same; an attack that learns has done so."""
+    return cases.fit(posed_case(case), progress=session.progress, cache=session.checkpoints(case))
 
 
 def attack_seen(seen: Observation, session: Session) -> Reconstruction:

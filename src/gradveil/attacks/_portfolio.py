@@ -202,7 +202,7 @@ class Calibration:
             progress: called with (steps done, total steps, seconds left).
         """
         if attack.needs_public:
-            attack = self._learned(attack, limit, progress)
+            attack = self.learned(attack, limit, progress)
             progress = None
         found = self._attacked(attack, CLIENTS, progress)
         metric, modality = METRICS.get(self.task.modality.primary), self.task.modality
@@ -224,7 +224,7 @@ class Calibration:
             self.task, updates, threat, generator=self.learning.generator, progress=progress, execution=execution
         )
 
-    def _learned(self, attack: Attack, limit: float, progress: Progress) -> Attack:
+    def learned(self, attack: Attack, limit: float, progress: Progress) -> Attack:
         """The attack, fitted to as much of the public data as it can simulate clients with in `limit`."""
         public = granted_public(attack.name, self.task, self.threat)
         clients = SimulatedClients.of(self.task, self.threat)
