@@ -37,8 +37,8 @@ class Split:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
-        return tuple(self.inputs.shape[1:])
+        """Shape of one example, as an input."""
+        return self.modality.input_shape(self.inputs.shape[1:])
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
         """The chosen examples as inputs of a task (images as float32 in [0, 1]) and their targets, in this order."""

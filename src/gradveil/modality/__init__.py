@@ -1,6 +1,8 @@
-"""What an input is, behind one small interface: its range, its prior, its blind guess and how to render it."""
+"""What an input is, behind one small interface: its range, its prior, its blind guess and how to show it."""
 
-from gradveil.modality.base import MODALITIES, Modality
+from gradveil.modality.base import MODALITIES, Drawn, Modality, Written
 from gradveil.modality.image import IMAGE, Image
+from gradveil.modality.table import Column, Table
+from gradveil.modality.written import Fragment
 
-__all__ = ["IMAGE", "MODALITIES", "Image", "Modality"]
+__all__ = ["IMAGE", "MODALITIES", "Column", "Drawn", "Fragment", "Image", "Modality", "Table", "Written"]

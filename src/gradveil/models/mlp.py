@@ -11,7 +11,7 @@ from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, im
 
 @REGISTRY.register("mlp")
 class Mlp(ImageClassifier):
-    """Two hidden layers, by default of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
+    """Two hidden layers, by default of 200 units, the "2NN" of the FedAvg paper; takes images and rows of tables.
 
     The gradient of a first linear layer with a bias reveals its input in closed form, which makes this the
     easiest victim of all. 199,210 parameters for MNIST.
@@ -21,7 +21,7 @@ class Mlp(ImageClassifier):
         from Decentralized Data, AISTATS 2017. https://arxiv.org/abs/1602.05629
 
     Args:
-        input_shape: channels, height and width of one image.
+        input_shape: channels, height and width of one image, or the number of values of a row.
         classes: the number of logits.
         hidden: units of each hidden layer.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
@@ -46,9 +46,19 @@ class Mlp(ImageClassifier):
         checks.integer(self.name, "hidden", hidden, low=1)
         features = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(prod(image_shape(self.name, input_shape)), hidden),
+            nn.Linear(_values(self.name, input_shape), hidden),
             activation_layer(self.name, activation),
             nn.Linear(hidden, hidden),
             activation_layer(self.name, activation),
         )
         super().__init__(features, input_shape, classes, init=init)
+
+    def _checked_feature_count(self, input_shape: Sequence[int]) -> int:
+        return [layer.out_features for layer in self.features.modules() if isinstance(layer, nn.Linear)][-1]
+
+
+def _values(owner: str, input_shape: Sequence[int]) -> int:
+    """How many values an input has."""
+    if isinstance(input_shape, Sequence) and len(input_shape) == 1:
+        return checks.integer(owner, "input_shape[0]", input_shape[0], low=1)
+    return prod(image_shape(owner, input_shape))
