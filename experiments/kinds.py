@@ -67,9 +67,11 @@ def build(case: Row) -> gradveil.Task:
     scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if key in case}
     loss = case.get("loss", "cross-entropy")
     task = cases.build_task(dataset, case["model"], seed=case["seed"], loss=loss, norms=case.get("norms"), **scale)
+    if "precision" in case:
+        task = task.to(getattr(torch, case["precision"]))
     if not case.get("trained"):
         return task
-    deciding = ("dataset", "train_examples", "loss", "mean", "std", "model", "seed", "trained")
+    deciding = ("dataset", "train_examples", "loss", "mean", "std", "precision", "model", "seed", "trained")
     return task.with_parameters(trained_weights(json.dumps({key: case[key] for key in deciding if key in case})))
 
 

@@ -22,9 +22,9 @@ from gradveil.metrics.matching import optimize
 from gradveil.task import Gradients, Task
 from gradveil.theory.rank import trace
 
-REFITS = 500
+REFITS = 100
 """Most steps of the alternating least squares that fit a product of low rank to a part of the coordinates."""
-_CONVERGED = 1e-14  # they stop when a step changes less than this share of the matrix
+_CONVERGED = 1e-7  # they stop when a step changes less than this share of the matrix
 _RIDGE = 1e-13  # keeps a row or column of which nothing arrived solvable, relative to the largest
 
 
@@ -204,7 +204,7 @@ def _alternate(
         right = _solved(left, values.T, weights.T).T
         left = _solved(right.T, values, weights)
         previous, fit = fit, left @ right
-        if float((fit - previous).norm()) <= _CONVERGED**0.5 * float(fit.norm()):
+        if float((fit - previous).norm()) <= _CONVERGED * float(fit.norm()):
             break
     return (left, right), *read(fit)
 

@@ -22,6 +22,7 @@ VERIFIED = 0.98
 """An example is taken for one, and not for a mixture, if the layer's outputs for it are positive exactly where its
 error signal is not zero, for at least this share of the units. Mixtures agree on half to three quarters."""
 _SAMPLES_AT_ONCE = 4096
+_PATIENCE = 1000
 _SPARE_ZEROS = 4  # a direction is looked at if it has this many zeros more than those that it was made to have
 _CANDIDATES = 64  # most directions that are refined from one batch of samples
 _RESTRICTIONS = 3  # most directions to whose zeros the sets of rows are restricted; with more, few rows are left
@@ -65,7 +66,8 @@ class Spear(Attack):
     on, so their difference has as many zeros as either: such batches are not separated.
 
     Args:
-        samples: most sets of rows that are drawn for each victim. About 2^(b-1) are needed.
+        samples: most sets of rows that are drawn for each victim. About 2^(b-1) are needed; after a thousand times as
+            many the attack gives up.
 
     References:
         Dimitrov, Baader, Müller and Vechev, SPEAR: Exact Gradient Inversion of Batches in Federated Learning,
@@ -194,6 +196,7 @@ def separate(
     """
     search = _Search(product, layer)
     best, rank, drawn = search.assembled(), search.rank, 0
+    samples = min(samples, _PATIENCE * 2 ** max(0, rank - 1))
     while rank > 1 and best.score < 1 and drawn < samples and len(search.rows) >= rank:
         count = min(_SAMPLES_AT_ONCE, samples - drawn)
         drawn += count

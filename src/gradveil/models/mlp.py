@@ -54,8 +54,7 @@ class Mlp(ImageClassifier):
         super().__init__(features, input_shape, classes, init=init)
 
     def _checked_feature_count(self, input_shape: Sequence[int]) -> int:
-        *_, last = (layer for layer in self.features.children() if isinstance(layer, nn.Linear))
-        return last.out_features
+        return [layer.out_features for layer in self.features.modules() if isinstance(layer, nn.Linear)][-1]
 
 
 def _values(owner: str, input_shape: Sequence[int]) -> int:
