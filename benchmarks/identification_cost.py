@@ -43,7 +43,7 @@ LENET = [
     *(Setting(batch=batch) for batch in (1, 64)),
     Setting(updates=1),
     *(Setting(defense=defense) for defense in ("top-k:keep=0.2", "gradient-dropout:keep=0.8,std=0.005")),
-    Setting(updates=4, local_epochs=5),
+    Setting(local_epochs=5),
 ]
 DEEP = [Setting("resnet18", count, updates=4) for count in (250, 1000)]
 

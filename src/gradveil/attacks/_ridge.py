@@ -107,10 +107,12 @@ class Fit:
         """The fits of some of the updates."""
         return Fit(*(getattr(self, field.name)[places] for field in fields(self)))
 
-    def where(self, chosen: Tensor, other: "Fit") -> "Fit":
-        """These fits for the chosen updates ``[updates]``, those of `other` for the rest."""
-        parts = ((getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return Fit(*(torch.where(chosen.view(-1, *[1] * (own.ndim - 1)), own, others) for own, others in parts))
+    def with_those(self, places: list[int], others: "Fit") -> "Fit":
+        """These fits with others in these places."""
+        parts = {field.name: getattr(self, field.name).clone() for field in fields(self)}
+        for name, part in parts.items():
+            part[places] = getattr(others, name)
+        return Fit(**parts)
 
 
 @dataclass(frozen=True, eq=False)

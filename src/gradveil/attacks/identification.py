@@ -251,21 +251,23 @@ class _Comparison:
     def _on_own_paths(self, compared: "_Compared", updates: Sequence[Sequence[Gradients]]) -> "_Compared":
         """Take from each update how the fitted one changes from the shared weights to the middle of its own path.
 
-        It is done for the updates that become more likely by it.
+        It is done again with the new fit, and each time only for the updates that become more likely by it.
         """
-        rows, changes = compared.model.rows, []
-        for coefficients, rounds in zip(compared.model.sums(compared.fits).to(rows), updates, strict=True):
-            places, weights = _representatives(coefficients)
-            there = replace(compared.clients, tasks=self._half_way(rounds)).weighted_sum(places, weights)
-            changes.append(self._row(there) - weights @ rows[places])
-        shifts = compared.shifts + torch.stack(changes)
-        fits = compared.model.fit(compared.targets - shifts, compared.noise)
-        better = fits.cost < compared.fits.cost
-        return replace(
-            compared,
-            shifts=torch.where(better[:, None], shifts, compared.shifts),
-            fits=fits.where(better, compared.fits),
-        )
+        rows, clients, without = compared.model.rows, compared.clients, compared.shifts
+        changing = list(range(len(updates)))
+        for _ in range(self.attack.passes):
+            changes = []
+            for sums, victim in zip(compared.model.sums(compared.fits.of(changing)).to(rows), changing, strict=True):
+                places, weights = _representatives(sums)
+                there = replace(clients, tasks=self._half_way(updates[victim])).weighted_sum(places, weights)
+                changes.append(self._row(there) - weights @ rows[places])
+            tried = compared.of(changing)
+            shifts = without[changing] + torch.stack(changes)
+            tried = replace(tried, shifts=shifts, fits=compared.model.fit(tried.targets - shifts, tried.noise))
+            compared, changing = compared.improved(tried, changing)
+            if not changing:
+                break
+        return compared
 
     def _read(
         self, effect: Knowledge, compared: "_Compared", updates: Sequence[Sequence[Gradients]]
@@ -396,6 +398,14 @@ class _Compared:
     shifts: Tensor
     noise: Tensor
     fits: Fit
+
+    def improved(self, tried: "_Compared", places: list[int]) -> tuple["_Compared", list[int]]:
+        """The comparison with another one of some victims, where that makes the updates more likely; and where."""
+        shifts = self.shifts.clone()
+        better = (tried.fits.cost < self.fits.cost[places]).nonzero().flatten().tolist()
+        chosen = [places[place] for place in better]
+        shifts[chosen] = tried.shifts[better]
+        return replace(self, shifts=shifts, fits=self.fits.with_those(chosen, tried.fits.of(better))), chosen
 
     def of(self, places: list[int]) -> "_Compared":
         """The comparison of some of the victims."""
