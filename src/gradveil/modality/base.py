@@ -48,6 +48,11 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
+    draws: ClassVar[int] = 0
+    """How often public examples are drawn at random for a batch, as further blind guesses that a leak must beat.
+
+    Among many examples of a batch, some resemble some of any other batch; that is no leak if examples are so alike.
+    """
     shown_as: ClassVar[str]
     """The ending of the files in which examples are shown."""
 
