@@ -278,9 +278,9 @@ def test_without_a_blind_guess_only_the_threshold_counts():
 
 
 def test_words_are_counted_and_unknown_ones_marked():
-    words = Words.of(["b a b", "c"], most=2)
-    assert words.words == ("b", "a")
-    assert words.encode("a c b") == [3, 1, 2]
+    words = Words.of(["b a b", "c"])
+    assert words.words == ("b", "a", "c")
+    assert words.encode("a x b") == [3, 1, 2]
     assert "".join(words.pieces([3, 1, 2])) == "a <unk> b"
 
 

@@ -220,6 +220,15 @@ DATASETS = (
         files=("tinyimagenet10.npz", "tiny-imagenet.npz", "tiny-imagenet"),
         by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images per class,",
     ),
+    Entry(
+        name="sst2",
+        summary="sentences from film reviews, 2 classes (Stanford Sentiment Treebank); 6,920 + 1,821",
+        licence="none stated",
+        citation="Socher et al.: Recursive deep models for semantic compositionality over a sentiment treebank, 2013",
+        files=("sst2.jsonl",),
+        classes=("negative", "positive"),
+        by_hand='sst2.jsonl (a line {"text": ..., "label": 0 or 1, "split": train, dev or test} per sentence)',
+    ),
 )
 
 WEIGHTS = (

@@ -14,6 +14,7 @@ from gradveil.data import catalog, places
 from gradveil.data._arrays import Array, Arrays, Labelled, images_at_once, resize
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
+from gradveil.data.text import ENDINGS, load_texts
 
 EMBEDDED = Path(__file__).with_name("digits.npz")
 """5,000 real MNIST digits, 500 of each class, that come with the package; `scripts/pack_digits.py` makes the file."""
@@ -22,6 +23,8 @@ EMBEDDED_SOURCE = "embedded digits"
 TEST_SHARE = 0.2
 SPLIT_SEED = 0
 MAX_UNNAMED_CLASSES = 65_536
+
+TEXT_PARAMETERS = ("length", "tokenizer")
 
 SOURCES: Registry[Dataset] = Registry("dataset")
 """User-defined data sets by name: functions that return a `Dataset` of any modality."""
@@ -37,9 +40,11 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
 
     Args:
         name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
-            `gradveil.data.formats`).
+            `gradveil.data.formats`), or of labelled texts: JSON lines with "text" and "label" (``.jsonl``), or lines
+            of a label, a tab and a text (``.txt``, ``.tsv``).
         size: resize the images to size x size, antialiased and without cropping.
-        parameters: parameters of a data set from `SOURCES`; the others take none.
+        parameters: parameters of a data set from `SOURCES`; texts take `length`, the positions of an input, and
+            `tokenizer`, see `gradveil.data.text.load_texts`; images take none but `size`.
 
     Example:
         >>> digits = load("mnist")
@@ -50,6 +55,14 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
     """
     if isinstance(name, str) and name in SOURCES.names():
         return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
+    if (found := _text_file(name)) is not None:
+        for parameter in ({} if size is None else {"size": size}) | parameters:
+            if parameter not in TEXT_PARAMETERS:
+                raise UnknownNameError(
+                    f"{name}: unknown parameter {parameter!r}; it takes: {', '.join(TEXT_PARAMETERS)}"
+                )
+        known = catalog.entry(str(name)).classes if str(name) in catalog.names() else ()
+        return load_texts(str(name), found, known, _hold_out, **parameters)
     if parameters:
         raise UnknownNameError(f"{name}: unknown parameter {next(iter(parameters))!r}; it takes: size")
     if size is not None:
@@ -66,6 +79,18 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
             "name that `gradveil data list` prints"
         )
     return _dataset(str(name), path.name, read(path, size), (), size)
+
+
+def _text_file(name: str | os.PathLike[str]) -> Path | None:
+    """The file of labelled texts that a name or a path stands for; None if it stands for something else."""
+    if isinstance(name, str) and name in catalog.names():
+        if not catalog.entry(name).files[0].endswith(ENDINGS):
+            return None
+        path = places.find(name)
+        if path is None:
+            raise places.missing(name)
+        return path
+    return Path(name) if Path(name).is_file() and Path(name).suffix in ENDINGS else None
 
 
 def _load_named(name: str, size: int | None) -> Dataset:

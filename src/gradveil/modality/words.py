@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 from gradveil.core.registry import Registry
 
@@ -19,6 +19,10 @@ class Tokenizer(Protocol):
 
     name: ClassVar[str]
     """The name under which its class is registered."""
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Self:
+        """The tokenizer for a data set with these training texts; a pretrained one does not look at them."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -72,11 +76,11 @@ class Words:
         return {"words": list(self.words)}
 
     @classmethod
-    def of(cls, texts: Iterable[str], most: int | None = None) -> "Words":
-        """The vocabulary of some texts: the most frequent words first, at most `most` of them."""
+    def of(cls, texts: Iterable[str]) -> Self:
+        """The vocabulary of some texts, the most frequent words first."""
         counts = Counter(word for text in texts for word in text.split())
         order = sorted(counts, key=lambda word: (-counts[word], word))
-        return cls(tuple(order[:most]))
+        return cls(tuple(order))
 
     @property
     def size(self) -> int:
