@@ -9,7 +9,7 @@ from gradveil.data import catalog, places
 
 DATASET_NAMES = {
     "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "mednist", "pneumonia", "bccd", "faces-orl",
-    "tiny-imagenet", "sst2",
+    "tiny-imagenet", "sst2", "adult",
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
 from gradveil.cli import _report
 from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
-from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
+from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_other_plugins, untrusted, with_target
 from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
@@ -44,6 +44,11 @@ def run(options: Mapping[str, Any]) -> None:
             raise typer.Exit(max(codes))
         return
     plugins.load_files(options["plugin"] or ())
+    if options["target"] is not None or options["dataset"] is not None:
+        dataset = with_target("audit", options["dataset"] or AuditConfig().dataset, options["target"])
+        begins = not (options["resume"] and output is not None)
+        model = default_model(dataset, AuditConfig().model) if begins else None
+        options = {**options, "dataset": dataset, "model": options["model"] or model}
     resume: bool = options["resume"]
     fail_if: list[str] = options["fail_if"] or []
     for condition in fail_if:

@@ -7,6 +7,11 @@ from gradveil.audit.folder import is_model_file
 from gradveil.audit.store import resume_command
 from gradveil.core import plugins
 from gradveil.core.errors import OutputError, ParameterError
+from gradveil.core.registry import format_spec, parse_spec
+from gradveil.data import is_table
+
+TABLE_MODEL = "mlp"
+"""The model for tables if none is named."""
 
 
 def numbers(command: str, name: str, text: str | None) -> tuple[float, ...] | None:
@@ -19,6 +24,29 @@ def numbers(command: str, name: str, text: str | None) -> tuple[float, ...] | No
         return None if text is None else tuple(map(float, text.split(",")))
     except ValueError:
         raise ParameterError(f"{command}: --{name} must be numbers with commas between them, got {text!r}") from None
+
+
+def with_target(command: str, dataset: str, target: str | None) -> str:
+    """The spec of a data set with the column to predict.
+
+    >>> with_target("audit", "people.csv", "income")
+    'people.csv:target=income'
+    """
+    if target is None:
+        return dataset
+    if not target.strip() or "," in target:
+        raise ParameterError(f"{command}: --target must be the name of a column, without commas, got {target!r}")
+    name, parameters = parse_spec(dataset)
+    return format_spec(name, {**parameters, "target": target})
+
+
+def default_model(dataset: str, default: str) -> str:
+    """The model for a data set if none is named.
+
+    >>> default_model("people.csv:target=income", "lenet"), default_model("mnist", "lenet")
+    ('mlp', 'lenet')
+    """
+    return TABLE_MODEL if is_table(parse_spec(dataset)[0]) else default
 
 
 def how_to_resume(command: str, folder: Path, model: str) -> str:

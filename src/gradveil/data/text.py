@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from gradveil.core import checks
-from gradveil.core.errors import DataError
-from gradveil.data._arrays import Array, open_regular, reading
+from gradveil.core.errors import DataError, UnknownNameError
+from gradveil.data._arrays import hold_out, open_regular, reading
 from gradveil.data._limits import largest
 from gradveil.data.dataset import Dataset, Split
 from gradveil.modality import Text, Tokenizer
@@ -51,10 +51,10 @@ def load_texts(
     name: str,
     path: Path,
     known_classes: Sequence[str],
-    hold_out: Callable[[str, Array], tuple[Array, Array]],
     *,
     length: int = LENGTH,
     tokenizer: str = "words",
+    **others: object,
 ) -> Dataset:
     """A data set of labelled texts. Texts with more than `length` tokens are left out, with a warning that says so.
 
@@ -62,10 +62,12 @@ def load_texts(
         name: the name or path that the data set was asked for by.
         path: the file.
         known_classes: the names of the classes, for a file with numbers; empty: the labels are the names.
-        hold_out: chooses the training and the test texts from the labels if the file does not say which are which.
         length: the positions of an input.
         tokenizer: a name in `gradveil.modality.words.TOKENIZERS`; "words" builds the vocabulary of the training texts.
+        others: parameters that texts do not take, which are refused.
     """
+    if others:
+        raise UnknownNameError(f"{name}: unknown parameter {next(iter(others))!r}; it takes: length, tokenizer")
     checks.integer(name, "length", length, low=1)
     checks.choice(name, "tokenizer", tokenizer, TOKENIZERS.names())
     source = path.name
@@ -76,7 +78,7 @@ def load_texts(
             f"{source}: expected texts of at least two classes, got only the label {labels[0]!r}; add texts of another"
         )
     numbers = {label: number for number, label in enumerate(labels)}
-    train, test = _split(source, texts, numbers, hold_out)
+    train, test = _split(source, texts, numbers)
     made: Tokenizer = TOKENIZERS.get(tokenizer).of(text.text for text in train)  # type: ignore[attr-defined]
     modality, left_out = Text(made), 0
     splits = []
@@ -176,11 +178,10 @@ def _split(
     source: str,
     texts: Sequence[LabelledText],
     numbers: dict[Label, int],
-    hold_out: Callable[[str, Array], tuple[Array, Array]],
 ) -> tuple[list[LabelledText], list[LabelledText]]:
     """The training and the test texts: as the file says (dev texts are the test texts if it has no others)."""
     if all(text.split is None for text in texts):
-        chosen = hold_out(source, np.array([numbers[text.label] for text in texts]))
+        chosen = hold_out(source, np.array([numbers[text.label] for text in texts]), "text")
         return [texts[place] for place in chosen[0]], [texts[place] for place in chosen[1]]
     by_split = {split: [text for text in texts if text.split == split] for split in ("train", "dev", "test", None)}
     test = by_split["test"] or by_split["dev"]

@@ -21,9 +21,9 @@ class Modality(ABC):
     (images as bytes, text as token ids) and is an *input* as the task takes it (images as floats in [0, 1], text as
     embedding vectors, for which it is bound to a model first).
 
-    A modality may have fields that depend on the data, such as the columns of a table. `settings` has them as JSON and
-    `with_settings` sets them; without them, a modality has at least its class attributes, `leak_rule` and the words
-    that reports need.
+    A modality may have fields that depend on the data, such as the columns of a table, declared by `state`. `settings`
+    has them as JSON and `with_settings` sets them; without them, a modality has at least its class attributes,
+    `leak_rule` and the words that reports need.
 
     Example:
         >>> modality = MODALITIES.create("image")

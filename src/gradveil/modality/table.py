@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gradveil.core.errors import DataError
+from gradveil.core.parameters import state
 from gradveil.modality.base import MODALITIES, Written
 from gradveil.modality.written import Fragment
 
@@ -68,7 +69,7 @@ class Table(Written):
         columns: what is known about each column; empty if only the words for reports are needed.
 
     Example:
-        >>> table = Table((Column("age", 17, 90, whole=True), Column("sex", categories=("female", "male"))))
+        >>> table = Table(columns=(Column("age", 17, 90, whole=True), Column("sex", categories=("female", "male"))))
         >>> inputs = table.inputs_of(torch.tensor([[17.0, 1.0], [90.0, 0.0]]))
         >>> inputs
         tensor([[0., 0., 1.],
@@ -93,7 +94,7 @@ class Table(Written):
     threshold = LEAST_CELLS
     margin = "at least halfway to all cells from"
 
-    columns: tuple[Column, ...] = ()
+    columns: tuple[Column, ...] = state(())
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -106,7 +107,7 @@ class Table(Written):
             Column(name, low, high, whole, tuple(categories))
             for name, low, high, whole, categories in settings["columns"]
         )
-        return type(self)(tuple(columns))
+        return type(self)(columns=tuple(columns))
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse anything but finite ``float32 [N, columns]`` with the indices of known categories."""
