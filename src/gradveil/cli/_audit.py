@@ -24,6 +24,10 @@ from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_o
 from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
+from gradveil.data import is_text
+
+TEXT_ATTACKS = ("tag:iterations=300", "idlg:iterations=150")
+"""What an audit of texts runs if no attack is named: those by default are for images."""
 
 
 def run(options: Mapping[str, Any]) -> None:
@@ -55,6 +59,8 @@ def run(options: Mapping[str, Any]) -> None:
         checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
+    if not attacks and options["dataset"] is not None and is_text(parse_spec(options["dataset"])[0]) and not resume:
+        attacks = list(TEXT_ATTACKS)
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
     asked["stage"] = None if stages is None else stages[0]
     asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}

@@ -56,10 +56,8 @@ def load(
     """
     if isinstance(name, str) and name in SOURCES.names():
         return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
-    if (found := _text_file(name)) is not None:
-        known = catalog.entry(str(name)).classes if str(name) in catalog.names() else ()
-        given: dict[str, Any] = {"size": size, "target": target, **parameters}
-        return load_texts(str(name), found, known, **{key: value for key, value in given.items() if value is not None})
+    if is_text(name):
+        return _load_texts(name, {"size": size, "target": target, **parameters})
     table = is_table(name)
     takes = {"target": target, **parameters} if target is not None and not table else parameters
     takes = {"size": size, **takes} if size is not None and table else takes
@@ -84,16 +82,15 @@ def load(
     return _dataset(str(name), path.name, read(path, size), (), size)
 
 
-def _text_file(name: str | os.PathLike[str]) -> Path | None:
-    """The file of labelled texts that a name or a path stands for; None if it stands for something else."""
+def is_text(name: str | os.PathLike[str]) -> bool:
+    """Whether a name or path that `load` takes is that of labelled texts.
+
+    >>> is_text("sst2"), is_text("reviews.jsonl"), is_text("mnist")
+    (True, True, False)
+    """
     if isinstance(name, str) and name in catalog.names():
-        if not catalog.entry(name).files[0].endswith(ENDINGS):
-            return None
-        path = places.find(name)
-        if path is None:
-            raise places.missing(name)
-        return path
-    return Path(name) if Path(name).is_file() and Path(name).suffix in ENDINGS else None
+        return catalog.entry(name).files[0].endswith(ENDINGS)
+    return Path(name).suffix in ENDINGS
 
 
 def is_table(name: str | os.PathLike[str]) -> bool:
@@ -105,6 +102,16 @@ def is_table(name: str | os.PathLike[str]) -> bool:
     if isinstance(name, str) and name in catalog.names():
         return catalog.entry(name).target is not None
     return Path(name).suffix.lower() == ".csv"
+
+
+def _load_texts(name: str | os.PathLike[str], parameters: dict[str, Any]) -> Dataset:
+    given = {key: value for key, value in parameters.items() if value is not None}
+    if not isinstance(name, str) or name not in catalog.names():
+        return load_texts(str(name), Path(name), (), **given)
+    path = places.find(name)
+    if path is None:
+        raise places.missing(name)
+    return load_texts(name, path, catalog.entry(name).classes, **given)
 
 
 def _load_named(name: str, size: int | None, target: str | None) -> Dataset:

@@ -75,6 +75,15 @@ class Modality(ABC):
     ) -> Tensor:
         """Random inputs of `shape`, ``(..., *input_shape)``, from which a search starts."""
 
+    def informed(self, start: Tensor, updates: Mapping[str, Tensor]) -> Tensor:
+        """Starting points changed by what the updates tell at a glance about the inputs, such as how long a text is.
+
+        Args:
+            start: what `start` drew, ``[victims, ..., *input_shape]``.
+            updates: the updates ``[victims, *parameter shape]`` by name.
+        """
+        return start
+
     @abstractmethod
     def project(self, inputs: Tensor) -> Tensor:
         """The allowed inputs nearest to these; NaN stays NaN."""

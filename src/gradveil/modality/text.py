@@ -1,5 +1,6 @@
 """Text: token ids whose embedding vectors are the inputs, judged by the words that come back."""
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,8 @@ from gradveil.modality.written import Fragment
 NOTHING = -1
 """What stands for padding in the ids that metrics compare."""
 
+LENGTH_GAP = math.log(2)
+
 LEAK_SHARE = 0.5
 LEAK_MARGIN = 0.25  # above the blind guess
 
@@ -33,6 +36,8 @@ class Text(Written):
     Args:
         tokenizer: turns text into ids and back; None in a report, which only shows what an audit has written.
         table: the embedding vectors ``[V, d]`` of all tokens; None: not bound to a model yet.
+        positions: the name of the model's trained parameter with a row for each position, whose gradient tells how long
+            sentences are; None: it has none.
 
     Example:
         >>> from gradveil.modality.words import Words
@@ -45,6 +50,7 @@ class Text(Written):
 
     tokenizer: Tokenizer | None = None
     table: Tensor | None = field(default=None, compare=False, repr=False)
+    positions: str | None = field(default=None, compare=False, repr=False)
 
     unit = "sentence"
     primary = "rouge_1"
@@ -113,7 +119,8 @@ class Text(Written):
         embedded = EmbeddedInput(
             model, length=length, vocabulary=self.vocabulary, padding=self.padding, shared=not withhold
         )
-        return embedded, replace(self, table=embedded.table_now.float().cpu().clone())
+        table = embedded.table_now.float().cpu().clone()
+        return embedded, replace(self, table=table, positions=embedded.positions_weight)
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse anything but ids ``[N, L]`` of the vocabulary, with padding only at the end."""
@@ -162,6 +169,18 @@ class Text(Written):
         rows = torch.cat([table[: self.padding], table[self.padding + 1 :]])
         drawn = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
         return rows.mean(0) + rows.std(0, correction=0) * drawn
+
+    def informed(self, start: Tensor, updates: Mapping[str, Tensor]) -> Tensor:
+        """The starting points with padding where no sentence of the batch has a word, see `lengths_of`.
+
+        Nothing flows through padding, so a search that follows slopes leaves it there.
+        """
+        if self.positions is None or self.positions not in updates:
+            return start
+        lengths = lengths_of(updates[self.positions])
+        places = torch.arange(start.shape[-2], device=start.device)
+        padded = places >= lengths.to(start.device).view(-1, *[1] * (start.ndim - 2))
+        return torch.where(padded[..., None], self._bound_table.to(start)[self.padding], start)
 
     def project(self, inputs: Tensor) -> Tensor:
         """Any vector may be tried."""
@@ -234,3 +253,28 @@ class Text(Written):
                 counts[token] -= 1
             written.append(fragments)
         return written
+
+
+def lengths_of(position_gradients: Tensor) -> Tensor:
+    """How many positions are in use, ``[victims]``, by the gradients ``[victims, L, d]`` of learned positions.
+
+    The rows behind the end of the longest sentence of a batch are zero, or all noise of one size if a defense added
+    some. The end is where the logarithms of the rows' norms fall into two parts that differ least within themselves;
+    the norms of both parts must differ by a factor of two on average, else all positions are in use.
+
+    >>> lengths_of(torch.tensor([[[3.0], [2.0], [0.0], [0.0]], [[3.0], [2.0], [2.0], [2.5]]]))
+    tensor([2, 4])
+    """
+    norms = position_gradients.flatten(2).double().norm(dim=2)
+    least = 1e-6 * norms.amax(1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+    logs = norms.maximum(least).log()
+    ends = []
+    for row in logs:
+        best, end = float(row.var(correction=0)) * len(row), len(row)
+        for cut in range(1, len(row)):
+            parts = row[:cut], row[cut:]
+            within = sum(float((part - part.mean()).square().sum()) for part in parts)
+            if within < best and float(parts[0].mean() - parts[1].mean()) > LENGTH_GAP:
+                best, end = within, cut
+        ends.append(end)
+    return torch.tensor(ends)
