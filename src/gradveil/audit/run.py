@@ -498,6 +498,7 @@ class Subject:
             "data_digest": data_digest(self.dataset),
             "modality": self.task.modality.name,
             "metrics": dict(self.computed),
+            "disclosed": list(self.task.modality.disclosed),
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
             "largest_class": _largest_class(self.dataset),

@@ -135,6 +135,11 @@ class Modality(ABC):
         """
         return model, self
 
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """What updates of the model it is bound to tell about the inputs without any attack, in sentences."""
+        return ()
+
     def compared(self, inputs: Tensor) -> Tensor:
         """Valid inputs ``[N, *input_shape]`` in the form in which metrics compare them, ``[N, ...]``."""
         return inputs
