@@ -58,7 +58,7 @@ def test_texts_are_audited_to_a_report(films, tmp_path):
     page = report.write(tmp_path / "audit").read_text(encoding="utf-8")
     assert "<script>alert(1)" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
-    for words in ("ROUGE-1", "Token recall", "the most frequent public words of the class", "<mark>"):
+    for words in ("ROUGE-1", "Token recall", "the most frequent public words of the class", "<mark>", "was withheld"):
         assert words in page
     rows = [json.loads(line) for line in (tmp_path / "audit" / "results.jsonl").read_text().splitlines()]
     found = [row for row in rows if row["attack"] == "idlg" and row["defense"] == "none"]

@@ -49,6 +49,8 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
+    withheld: ClassVar[str | None] = None
+    """What an audit did not test if `disclosed` is empty, for reports; None: nothing is kept out of updates."""
     shown_as: ClassVar[str]
     """The ending of the files in which examples are shown."""
 

@@ -64,6 +64,7 @@ class Text(Written):
     )
     threshold = LEAK_SHARE
     margin = f"{LEAK_MARGIN:g} above"
+    withheld = 'updates with the gradient of the embedding, which tells the words and was withheld (`--shared "*"`)'
 
     # -- the vocabulary ---------------------------------------------------------------------------------------------
 
