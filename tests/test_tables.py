@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import gradveil
-from gradveil import data, report
+from gradveil import data, metrics, report
 from gradveil.attacks import ATTACKS, Reconstruction
 from gradveil.audit import AuditConfig, cases, run
 from gradveil.audit._worker import dataset_from
@@ -202,3 +202,31 @@ class TestCommands:
         assert code == 2
         assert "Traceback" not in err
         assert re.search(message, err), err
+
+
+def test_in_a_batch_random_rows_are_guesses_too(loaded):
+    """With the seed's draws, nothing beats what is typical or drawn; a single row is compared with what is typical."""
+    modality, train = loaded.train.modality, loaded.train
+    scorer = metrics.Scorer(modality)
+    for batch_size in (1, 6):
+        victims = cases.choose_victims(loaded.test, 5, batch_size, clients=1, seed=0)
+        guess = modality.blind(train.inputs, train.targets, victims.targets.flatten(), 2).view_as(victims.inputs)
+        typical = scorer.blind_scores(victims.inputs.flatten(0, 1), guess.flatten(0, 1))["cells"].view(5, -1)
+        best = cases.blind_scores(scorer, train, victims, guess)["cells"]
+        assert torch.equal(best, typical) if batch_size == 1 else (best >= typical).all()
+    assert best.mean() > typical.mean() + 10
+    exact = [
+        scorer.score(x, x.flip(0), y, y.flip(0), {"cells": b})
+        for x, y, b in zip(victims.inputs, victims.targets, best, strict=True)
+    ]
+    assert all(score["leaked"] for score in exact)
+
+
+def test_images_are_compared_with_their_class_mean_alone():
+    digits = data.load("mnist")
+    victims = cases.choose_victims(digits.test, 2, 3, clients=1, seed=0)
+    train, scorer = digits.train, metrics.Scorer()
+    guess = train.modality.blind(train.inputs, train.targets, victims.targets.flatten(), 10).view_as(victims.inputs)
+    alone = scorer.blind_scores(victims.inputs.flatten(0, 1), guess.flatten(0, 1))
+    found = cases.blind_scores(scorer, train, victims, guess)
+    assert all(torch.equal(found[name].flatten(), scores) for name, scores in alone.items())

@@ -51,6 +51,11 @@ class Modality(ABC):
 
     withheld: ClassVar[str | None] = None
     """What an audit did not test if `disclosed` is empty, for reports; None: nothing is kept out of updates."""
+    draws: ClassVar[int] = 0
+    """How often public examples are drawn at random for a batch, as further blind guesses that a leak must beat.
+
+    Among many examples of a batch, some resemble some of any other batch; that is no leak if examples are so alike.
+    """
     shown_as: ClassVar[str]
     """The ending of the files in which examples are shown."""
 

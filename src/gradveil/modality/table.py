@@ -19,6 +19,7 @@ TOLERANCE = 0.05
 FIRST_CODE = 2.0
 """The number that stands for the first category in compared rows; numeric cells lie below, from 0 to 1."""
 LEAST_CELLS = 50.0  # %
+DRAWS = 16  # `scripts/table_leak_rule.py` measures what the rule takes for a leak by mistake
 _NAN = 0.5  # never wrong by more than half the range
 _LEAST_SPREAD = 0.01
 _LEAST_SHARE = 1e-4  # a category that only the test rows have
@@ -116,9 +117,11 @@ class Table(Written):
     guess = "the column medians and most frequent categories of the class"
     rule = (
         f"share of recovered cells of at least {LEAST_CELLS:g} %, and at least halfway from the blind guess's share to "
-        f"100 % (a number counts as recovered within {TOLERANCE:.0%} of its column's range, a category if it is exact)"
+        f"100 % (a number counts as recovered within {100 * TOLERANCE:g} % of its column's range, a category if it is "
+        f"exact; in a batch, {DRAWS} random draws of public rows are blind guesses too)"
     )
     threshold = LEAST_CELLS
+    draws = DRAWS
     margin = "at least halfway to all cells from"
 
     columns: tuple[Column, ...] = state(())
@@ -228,7 +231,7 @@ class Table(Written):
         """Whether an attack has recovered at least half of what the blind guess misses.
 
         Since columns have typical values, the blind guess gets many cells right. Half of the other cells is more than
-        any other row of the class has in common with this one by chance (`docs/tables.md` has the figures).
+        another row of the class has in common with this one by chance, which `scripts/table_leak_rule.py` measures.
         """
         cells, guess = scores["cells"], None if blind is None else blind["cells"]
         if cells is None or cells < max(LEAST_CELLS, (100 + (guess or 0.0)) / 2):
