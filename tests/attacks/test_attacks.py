@@ -41,6 +41,7 @@ QUICK = {
     "spear": {"samples": 5000},
     "first-layer": {},
     "april": {},
+    "tag": {"iterations": 20},
 }
 RECONSTRUCT = [name for name in gradveil.list_attacks() if ATTACKS.get(name).finds is Reconstruction]
 

@@ -16,7 +16,7 @@ from gradveil.core.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.data import Dataset, Split
 from gradveil.federation import Training, train
 from gradveil.federation.job import evaluate, performance_maintenance
-from gradveil.modality import IMAGE, MODALITIES, Column, Drawn, Table
+from gradveil.modality import IMAGE, MODALITIES, Column, Drawn, Table, Text, Words
 from gradveil.modality.written import from_file
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0, 1.0])
@@ -75,9 +75,15 @@ def stored_cells(count):
     return torch.stack([8 * numbers[:, 0] - 3, torch.arange(count) % 3, numbers[:, 1] / 2], 1)
 
 
+TEXT = Text(Words(tuple("abcdefgh")), torch.randn(10, 4, generator=torch.Generator().manual_seed(2)))
+SENTENCES = torch.tensor(
+    [[2, 3, 0], [4, 4, 5], [6, 0, 0], [7, 2, 8], [9, 1, 0], [3, 3, 3], [5, 9, 2], [8, 0, 0], [1, 4, 6]]
+)
+
+
 @pytest.mark.parametrize(
     ("modality", "stored"),
-    [(IMAGE, stored_images(9)), (Vector(), stored_rows(9)), (TABLE, stored_cells(9))],
+    [(IMAGE, stored_images(9)), (Vector(), stored_rows(9)), (TABLE, stored_cells(9)), (TEXT, SENTENCES)],
     ids=lambda value: getattr(value, "name", ""),
 )
 class TestEveryModality:

@@ -129,6 +129,7 @@ def make_folder(modality, tmp_path):
             "classes": [],
             "parameters": 30,
             "dropout_rates": {},
+            "disclosed": [],
             "weights_accuracy": 0.1,
             "weights_digest": "e" * 16,
             "model_file_digest": None,

@@ -110,6 +110,7 @@ CONFIG_SCHEMA: Schema = {
     "data_digest": kinds.digest(),
     "modality": kinds.text(100),
     "metrics": kinds.object_of(kinds.FLAG, 1000),
+    "disclosed": kinds.list_of(kinds.text(), 10),
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "largest_class": kinds.optional(kinds.SHARE),

@@ -361,6 +361,7 @@ class Subject:
             std=config.std,
             device=config.device,
         )
+        dataset = dataset.bound(task.modality)
         cases.check_attackable(task)
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         # Workers use the cores. More threads for fewer workers would round differently, and rows must not.
@@ -500,6 +501,7 @@ class Subject:
             "data_digest": data_digest(self.dataset),
             "modality": self.task.modality.name,
             "metrics": dict(self.computed),
+            "disclosed": list(self.task.modality.disclosed),
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
             "largest_class": _largest_class(self.dataset),

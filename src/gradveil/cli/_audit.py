@@ -23,6 +23,10 @@ from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_o
 from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, ParameterError, WorkerError
 from gradveil.core.registry import parse_spec
+from gradveil.data import is_text
+
+TEXT_ATTACKS = ("idlg:iterations=150", "tag:iterations=400")
+"""What an audit of texts runs if no attack is named: those by default are for images."""
 
 BUDGETS = {"quick": 2.0, "standard": 5.0, "thorough": 30.0}
 """Nominal seconds for each victim that `auto` gets, by the name of the budget."""
@@ -61,6 +65,8 @@ def run(options: Mapping[str, Any]) -> None:
         checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
+    if not attacks and options["dataset"] is not None and is_text(parse_spec(options["dataset"])[0]) and not resume:
+        attacks = list(TEXT_ATTACKS)
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
     asked["stage"] = None if stages is None else stages[0]
     asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}

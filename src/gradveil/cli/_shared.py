@@ -8,9 +8,10 @@ from gradveil.audit.store import resume_command
 from gradveil.core import plugins
 from gradveil.core.errors import OutputError, ParameterError
 from gradveil.core.registry import format_spec, parse_spec
-from gradveil.data import is_table
+from gradveil.data import is_table, is_text
 
 TABLE_MODEL = "mlp"
+TEXT_MODEL = "text-transformer"
 """The model for tables if none is named."""
 
 
@@ -45,8 +46,13 @@ def default_model(dataset: str, default: str) -> str:
 
     >>> default_model("people.csv:target=income", "lenet"), default_model("mnist", "lenet")
     ('mlp', 'lenet')
+    >>> default_model("sst2:length=16", "lenet")
+    'text-transformer'
     """
-    return TABLE_MODEL if is_table(parse_spec(dataset)[0]) else default
+    name, _ = parse_spec(dataset)
+    if is_text(name):
+        return TEXT_MODEL
+    return TABLE_MODEL if is_table(name) else default
 
 
 def how_to_resume(command: str, folder: Path, model: str) -> str:

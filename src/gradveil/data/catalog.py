@@ -223,6 +223,15 @@ DATASETS = (
         by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images per class,",
     ),
     Entry(
+        name="sst2",
+        summary="sentences from film reviews, 2 classes (Stanford Sentiment Treebank); 6,920 + 1,821",
+        licence="none stated",
+        citation="Socher et al.: Recursive deep models for semantic compositionality over a sentiment treebank, 2013",
+        files=("sst2.jsonl",),
+        classes=("negative", "positive"),
+        by_hand='sst2.jsonl (a line {"text": ..., "label": 0 or 1, "split": train, dev or test} per sentence)',
+    ),
+    Entry(
         name="adult",
         summary="table of people in the census of 1994, 6 numeric and 8 categorical columns, 2 classes of income; "
         "32,561 + 16,281",

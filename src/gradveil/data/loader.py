@@ -17,6 +17,7 @@ from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
 from gradveil.data.npz import read_arrays
 from gradveil.data.tables import load_csv, load_csv_splits
+from gradveil.data.text import ENDINGS, load_texts
 
 EMBEDDED = Path(__file__).with_name("digits.npz")
 """5,000 real MNIST digits, 500 of each class, that come with the package; `scripts/pack_digits.py` makes the file."""
@@ -40,10 +41,12 @@ def load(
 
     Args:
         name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
-            `gradveil.data.formats`), or of a ``.csv`` (see `gradveil.data.tables`).
+            `gradveil.data.formats`), of a ``.csv`` (see `gradveil.data.tables`), or of labelled texts (``.jsonl``,
+            ``.txt`` or ``.tsv``, see `gradveil.data.text`).
         size: resize the images to size x size, antialiased and without cropping.
         target: the column of a table that a model is to predict.
-        parameters: parameters of a data set from `SOURCES`; the others take none.
+        parameters: parameters of a data set from `SOURCES`, or those of texts, see `gradveil.data.text.load_texts`; the
+            others take none.
 
     Example:
         >>> digits = load("mnist")
@@ -54,6 +57,8 @@ def load(
     """
     if isinstance(name, str) and name in SOURCES.names():
         return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
+    if is_text(name):
+        return _load_texts(name, {"size": size, "target": target, **parameters})
     table = is_table(name)
     takes = {"target": target, **parameters} if target is not None and not table else parameters
     takes = {"size": size, **takes} if size is not None and table else takes
@@ -78,6 +83,17 @@ def load(
     return _dataset(str(name), path.name, read(path, size), (), size)
 
 
+def is_text(name: str | os.PathLike[str]) -> bool:
+    """Whether a name or path that `load` takes is that of labelled texts.
+
+    >>> is_text("sst2"), is_text("reviews.jsonl"), is_text("mnist")
+    (True, True, False)
+    """
+    if isinstance(name, str) and name in catalog.names():
+        return catalog.entry(name).files[0].endswith(ENDINGS)
+    return Path(name).suffix in ENDINGS
+
+
 def is_table(name: str | os.PathLike[str]) -> bool:
     """Whether a name or path that `load` takes is that of a table.
 
@@ -87,6 +103,16 @@ def is_table(name: str | os.PathLike[str]) -> bool:
     if isinstance(name, str) and name in catalog.names():
         return catalog.entry(name).target is not None
     return Path(name).suffix.lower() == ".csv"
+
+
+def _load_texts(name: str | os.PathLike[str], parameters: dict[str, Any]) -> Dataset:
+    given = {key: value for key, value in parameters.items() if value is not None}
+    if not isinstance(name, str) or name not in catalog.names():
+        return load_texts(str(name), Path(name), (), **given)
+    path = places.find(name)
+    if path is None:
+        raise places.missing(name)
+    return load_texts(name, path, catalog.entry(name).classes, **given)
 
 
 def _load_named(name: str, size: int | None, target: str | None) -> Dataset:

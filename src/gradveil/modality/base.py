@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.core.errors import InputError
 from gradveil.core.randomness import derived_generator
@@ -18,7 +18,8 @@ class Modality(ABC):
 
     Subclasses are frozen dataclasses, registered by name in `MODALITIES`. They derive from `Drawn` if examples are
     shown as pictures and from `Written` if they are shown as text. An example is *stored* as the data set keeps it
-    (images as bytes) and is an *input* as the task takes it (images as floats in [0, 1]).
+    (images as bytes, text as token ids) and is an *input* as the task takes it (images as floats in [0, 1], text as
+    embedding vectors, for which it is bound to a model first).
 
     A modality may have fields that depend on the data, such as the columns of a table, declared by `state`. `settings`
     has them as JSON and `with_settings` sets them; without them, a modality has at least its class attributes,
@@ -48,6 +49,8 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
+    withheld: ClassVar[str | None] = None
+    """What an audit did not test if `disclosed` is empty, for reports; None: nothing is kept out of updates."""
     draws: ClassVar[int] = 0
     """How often public examples are drawn at random for a batch, as further blind guesses that a leak must beat.
 
@@ -78,6 +81,15 @@ class Modality(ABC):
         self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Random inputs of `shape`, ``(..., *input_shape)``, from which a search starts."""
+
+    def informed(self, start: Tensor, updates: Mapping[str, Tensor]) -> Tensor:
+        """Starting points changed by what the updates tell at a glance about the inputs, such as how long a text is.
+
+        Args:
+            start: what `start` drew, ``[victims, ..., *input_shape]``.
+            updates: the updates ``[victims, *parameter shape]`` by name.
+        """
+        return start
 
     @abstractmethod
     def project(self, inputs: Tensor) -> Tensor:
@@ -113,6 +125,27 @@ class Modality(ABC):
     def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the input that a stored example of `stored_shape` becomes."""
         return tuple(stored_shape)
+
+    def model_arguments(self, stored_shape: Sequence[int]) -> dict[str, Any]:
+        """What a model must be told about the inputs when it is built."""
+        return {"input_shape": self.input_shape(stored_shape)}
+
+    def bind(
+        self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True
+    ) -> tuple[nn.Module, "Modality"]:
+        """The model as a function of inputs, and this modality once the model is known.
+
+        Args:
+            model: the model as a user writes it.
+            stored_shape: the shape of a stored example.
+            withhold: keep the parameters that turn stored examples into inputs out of updates.
+        """
+        return model, self
+
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """What updates of the model it is bound to tell about the inputs without any attack, in sentences."""
+        return ()
 
     def compared(self, inputs: Tensor) -> Tensor:
         """Valid inputs ``[N, *input_shape]`` in the form in which metrics compare them, ``[N, ...]``."""
