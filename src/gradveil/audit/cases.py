@@ -76,8 +76,8 @@ def build_task(
         seed: seed of the initial weights.
         loss: ``"cross-entropy"``, or ``"logistic"`` for two classes and a model with one logit.
         weights: a safetensors file of the user's own weights, under the model's names; None: the initial ones.
-        shared: patterns of the parameters that leave the client, with commas between them; None: all. The others are
-            frozen.
+        shared: patterns of the parameters that leave the client, with commas between them; None: all but the
+            embedding of a text model. The others are frozen.
         norms: ``"train"``: batch norm uses the statistics of the batch; ``"inference"``: its running ones; None: as the
             model is built.
         dropout: ``"train"``: dropout modules are active, whatever their mode in the model; ``"inference"``: all modules
@@ -87,9 +87,10 @@ def build_task(
         device: the device to compute on.
     """
     name, parameters = parse_spec(model)
-    shape, classes = dataset.train.input_shape, len(dataset.classes)
+    split, classes = dataset.train, len(dataset.classes)
     logits = 1 if loss == "logistic" else classes
-    net = models.create(name, input_shape=shape, classes=logits, seed=seed, **parameters)
+    known = split.modality.model_arguments()
+    net = models.create(name, input_shape=split.stored_shape, classes=logits, seed=seed, **known, **parameters)
     if weights is not None:
         load_weights(net, weights)
     if shared is not None:
@@ -100,7 +101,8 @@ def build_task(
             if isinstance(module, _BatchNorm):
                 module.train(norms == "train")
     _switch_dropout(net, checks.choice("audit", "dropout", dropout, MODES))
-    net, modality = net.to(usable_device(device)), dataset.train.modality
+    net, modality = split.modality.bind(net.to(usable_device(device)), split.stored_shape, withhold=shared is None)
+    shape = modality.input_shape(split.stored_shape)
     task = Task(net, loss, input_shape=shape, classes=classes, mean=mean, std=std, modality=modality)
     if loss == "cross-entropy" and _gives_probabilities(task):
         warnings.warn(

@@ -359,6 +359,7 @@ class Subject:
             std=config.std,
             device=config.device,
         )
+        dataset = dataset.bound(task.modality)
         cases.check_attackable(task)
         check_settings(task, dataset, map(create_defense, config.defenses), _training(config))
         # Workers use the cores. More threads for fewer workers would round differently, and rows must not.
@@ -374,7 +375,7 @@ class Subject:
             publishers=dataset.train if any(create_defense(spec).announces for spec in config.defenses) else None,
         )
         modality, train_split = task.modality, dataset.train
-        one = victims.inputs[0, :1]
+        one = modality.compared(victims.inputs[0, :1])
         computed = {metric.name: metric.compute(one, one) is not None for metric in METRICS.of(modality)}
         for name, here in computed.items():
             if not here:

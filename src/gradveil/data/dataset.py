@@ -1,7 +1,7 @@
 """A loaded dataset: two splits of examples with their targets, and the names of the classes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,12 @@ class Split:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Shape of one example."""
+        """Shape of one example as an input of a task."""
+        return self.modality.input_shape(self.stored_shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of one example as it is stored."""
         return tuple(self.inputs.shape[1:])
 
     def batch(self, indices: Sequence[int] | Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +103,15 @@ class Dataset:
                 f"{self.source}: train and test {self.train.modality.unit}s must have one shape, "
                 f"got {_format_shape(self.train.input_shape)} and {_format_shape(self.test.input_shape)}"
             )
+
+    def bound(self, modality: Modality) -> "Dataset":
+        """The same data with the modality of a task, which knows the model: see `Modality.bind`."""
+        if modality.name != self.train.modality.name:
+            raise InputError(
+                f"{self.source}: expected a task on {self.train.modality.name} inputs, got one on {modality.name} "
+                "inputs; build the task with this data's modality"
+            )
+        return replace(self, train=replace(self.train, modality=modality), test=replace(self.test, modality=modality))
 
     def _check_split(self, name: str, split: Split) -> None:
         inputs, labels, unit = split.inputs, split.targets, split.modality.unit

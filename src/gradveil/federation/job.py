@@ -58,6 +58,7 @@ class Job:
     @classmethod
     def prepare(cls, task: Task, dataset: Dataset, defense: Defense, training: Training) -> "Job":
         """Deal out the data and let the defense look at the public part of it."""
+        dataset = dataset.bound(task.modality)
         public, shares = deal(dataset.train, training)
         known = as_batch(task, dataset.train.batch(public))
         generator = derived_generator(training.seed, "prepare", device=task.device)

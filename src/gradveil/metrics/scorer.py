@@ -66,7 +66,7 @@ class Scorer:
         found = self.modality.repaired(reconstructions)
         order = match(originals, found)
         found = found[order]
-        values = {metric.name: metric.compute(originals, found) for metric in METRICS.of(self.modality)}
+        values = self._values(originals, found)
         rules = []
         if blind is not None:
             pairs = zip(_by_example(values, len(found)), _by_example(blind, len(found)), strict=True)
@@ -81,8 +81,12 @@ class Scorer:
     @torch.no_grad()
     def blind_scores(self, originals: Tensor, guesses: Tensor) -> dict[str, Tensor]:
         """The scores of the blind guess at each original, ``[N]`` by metric, for `score`."""
-        values = {metric.name: metric.compute(originals, guesses) for metric in METRICS.of(self.modality)}
+        values = self._values(originals, guesses)
         return {name: value for name, value in values.items() if value is not None}
+
+    def _values(self, originals: Tensor, found: Tensor) -> dict[str, Tensor | None]:
+        compared = self.modality.compared(originals), self.modality.compared(found)
+        return {metric.name: metric.compute(*compared) for metric in METRICS.of(self.modality)}
 
 
 def _by_example(values: Mapping[str, Tensor | None], count: int) -> list[dict[str, float | None]]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.core.errors import InputError
 from gradveil.core.randomness import derived_generator
@@ -15,8 +15,9 @@ from gradveil.core.registry import Registry
 class Modality(ABC):
     """What an input is. The task and the split carry it; no other module knows.
 
-    Subclasses are frozen dataclasses without state, registered by name in `MODALITIES`. An example is *stored* as the
-    data set keeps it (images as bytes) and is an *input* as the task takes it (images as floats in [0, 1]).
+    Subclasses are frozen dataclasses, registered by name in `MODALITIES`. An example is *stored* as the data set keeps
+    it (images as bytes, text as token ids) and is an *input* as the task takes it (images as floats in [0, 1], text as
+    embedding vectors, for which it must be bound to a model first).
 
     Example:
         >>> modality = MODALITIES.create("image")
@@ -48,6 +49,30 @@ class Modality(ABC):
         for required in ("unit", "primary", "rule"):
             if not isinstance(getattr(cls, required, None), str):
                 raise TypeError(f"{cls.__name__}: a modality must define {required} as a string; add {required} = ...")
+
+    def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the input that a stored example of this shape becomes."""
+        return tuple(stored_shape)
+
+    def model_arguments(self) -> dict[str, int]:
+        """What a model must be told about the inputs when it is built, besides their stored shape."""
+        return {}
+
+    def bind(
+        self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True
+    ) -> tuple[nn.Module, "Modality"]:
+        """The model as a function of inputs, and this modality once the model is known.
+
+        Args:
+            model: the model as a user writes it.
+            stored_shape: the shape of a stored example.
+            withhold: keep the parameters that turn stored examples into inputs out of updates.
+        """
+        return model, self
+
+    def compared(self, inputs: Tensor) -> Tensor:
+        """What metrics compare: the inputs themselves, or what they stand for."""
+        return inputs
 
     @abstractmethod
     def check_stored(self, where: str, stored: Tensor) -> None:

@@ -1,0 +1,214 @@
+"""Text: token ids whose embedding vectors are the inputs, judged by the words that come back."""
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from gradveil.core.errors import DataError, InputError
+from gradveil.core.extras import OptionalModule
+from gradveil.modality.base import MODALITIES, Modality
+from gradveil.modality.embedded import EmbeddedInput, nearest_rows
+from gradveil.modality.words import Tokenizer
+
+pillow = OptionalModule("PIL.Image", "rendering text")
+drawing = OptionalModule("PIL.ImageDraw", "rendering text")
+
+NOTHING = -1
+"""What stands for padding in the ids that metrics compare."""
+
+LEAK_SHARE = 0.5
+LEAK_MARGIN = 0.25  # above the blind guess
+
+
+@MODALITIES.register("text")
+@dataclass(frozen=True)
+class Text(Modality):
+    """Sentences, stored as token ids ``[L]`` padded at the end; the inputs are their embedding vectors ``[L, d]``.
+
+    The task is split at the embedding: attacks search vectors, and the nearest row of the table is the token that they
+    found. A position is padding if its vector *equals* the padding row. A data set carries the modality unbound; `bind`
+    gives it the table of a model.
+
+    Args:
+        tokenizer: turns text into ids and back; None in a report, which only shows what an audit has written.
+        table: the embedding vectors ``[V, d]`` of all tokens; None: not bound to a model yet.
+
+    Example:
+        >>> from gradveil.modality.words import Words
+        >>> text = Text(Words(("good", "film")))
+        >>> model, bound = text.bind(nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 2)), (2,))
+        >>> inputs = bound.inputs_of(torch.tensor([[2, 3], [3, 0]]))
+        >>> inputs.shape, bound.sentences(1.001 * inputs[:1]) + bound.sentences(inputs[1:])
+        (torch.Size([2, 2, 3]), ['good film', 'film'])
+    """
+
+    tokenizer: Tokenizer | None = None
+    table: Tensor | None = field(default=None, compare=False, repr=False)
+
+    unit = "sentence"
+    primary = "rouge_1"
+    dimensions = 2
+    guess = "the most frequent public words of the class"
+    rule = (
+        f"token recall or ROUGE-L of at least {LEAK_SHARE:g} that is {LEAK_MARGIN:g} above the blind guess "
+        '(rules "words" and "order"), or is recovered word for word although the blind guess is not (rule "sentence")'
+    )
+    threshold = LEAK_SHARE
+    margin = f"{LEAK_MARGIN:g} above"
+
+    # -- the vocabulary ---------------------------------------------------------------------------------------------
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens there are."""
+        return self._known_tokenizer.size
+
+    @property
+    def padding(self) -> int:
+        """The id of padding."""
+        return self._known_tokenizer.padding
+
+    @property
+    def _known_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError("text: needs a tokenizer, got none; use Text(Words.of(texts))")
+        return self.tokenizer
+
+    @property
+    def _bound_table(self) -> Tensor:
+        if self.table is None:
+            raise InputError(
+                "text: token ids become inputs by the embedding of a model, and no model is known yet; use "
+                "model, modality = modality.bind(model, stored_shape)"
+            )
+        return self.table
+
+    # -- inputs -----------------------------------------------------------------------------------------------------
+
+    def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
+        """``(L, d)``; ``(L,)`` before the modality is bound."""
+        return tuple(stored_shape) if self.table is None else (*stored_shape, self.table.shape[1])
+
+    def model_arguments(self) -> dict[str, int]:
+        """The size of the vocabulary and the id of padding."""
+        return {"vocabulary": self.vocabulary, "padding": self.padding}
+
+    def bind(self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True) -> tuple[nn.Module, "Text"]:
+        """The model as a function of embedding vectors, see `EmbeddedInput`, and this modality with its table."""
+        (length,) = stored_shape
+        embedded = EmbeddedInput(
+            model, length=length, vocabulary=self.vocabulary, padding=self.padding, shared=not withhold
+        )
+        return embedded, replace(self, table=embedded.table_now.float().cpu().clone())
+
+    def check_stored(self, where: str, stored: Tensor) -> None:
+        """Refuse anything but ids ``[N, L]`` of the vocabulary, with padding only at the end."""
+        kind = f"got {str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
+        if stored.dtype not in (torch.int32, torch.int64) or stored.ndim != 2:
+            raise DataError(f"{where} sentences must be token ids [N, L], int32 or int64, {kind}")
+        if stored.numel() and not 0 <= int(stored.min()) <= int(stored.max()) < self.vocabulary:
+            raise DataError(
+                f"{where} token ids must lie from 0 to {self.vocabulary - 1}, "
+                f"got {int(stored.min())} to {int(stored.max())}"
+            )
+        padded = stored == self.padding
+        if bool(padded[:, :1].any()) or bool((padded[:, :-1] & ~padded[:, 1:]).any()):
+            raise DataError(f"{where} sentences must have padding only at the end and at least one token each")
+
+    def inputs_of(self, stored: Tensor) -> Tensor:
+        """Look the embedding vectors up."""
+        table = self._bound_table
+        inputs = table[stored.long()]
+        twins = (inputs == table[self.padding]).all(-1) & (stored != self.padding)
+        if bool(twins.any()):
+            raise InputError(
+                f"text: expected a padding row that no other token has, got the same row for token "
+                f"{int(stored[twins][0])}, which would count as padding; give token {self.padding} a row of its own"
+            )
+        return inputs
+
+    def tokens_of(self, inputs: Tensor) -> Tensor:
+        """The ids ``[..., L]`` of the tokens whose vectors are nearest to ``[..., L, d]``."""
+        return nearest_rows(inputs, self._bound_table.to(inputs.device), self.padding)
+
+    def sentences(self, inputs: Tensor) -> list[str]:
+        """The texts of a batch ``[N, L, d]``."""
+        return ["".join(pieces) for pieces in self.pieces(inputs)]
+
+    def pieces(self, inputs: Tensor) -> list[list[str]]:
+        """The text of each token of a batch ``[N, L, d]``, without padding."""
+        rows = self.tokens_of(inputs).tolist()
+        return [self._known_tokenizer.pieces([token for token in row if token != self.padding]) for row in rows]
+
+    def start(
+        self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Normal vectors with the mean and the spread of the table."""
+        table = self._bound_table.to(device, dtype)
+        rows = torch.cat([table[: self.padding], table[self.padding + 1 :]])
+        drawn = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
+        return rows.mean(0) + rows.std(0, correction=0) * drawn
+
+    def project(self, inputs: Tensor) -> Tensor:
+        """Any vector may be tried."""
+        return inputs
+
+    def decode(self, found: Tensor) -> Tensor:
+        """The vectors of the nearest tokens."""
+        return self._bound_table.to(found)[self.tokens_of(found)]
+
+    def repaired(self, found: Tensor) -> Tensor:
+        """The vectors of the nearest tokens, with 0 for what is not finite."""
+        return self.decode(found.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0))
+
+    def compared(self, inputs: Tensor) -> Tensor:
+        """The ids, with `NOTHING` where there is padding."""
+        tokens = self.tokens_of(inputs)
+        return torch.where(tokens == self.padding, NOTHING, tokens)
+
+    def mean(self, stored: Tensor) -> Tensor:
+        """The most frequent tokens, each once, as many as a sentence of median length has."""
+        real = stored != self.padding
+        counts = stored[real].long().bincount(minlength=self.vocabulary)
+        length = int(real.sum(1).median())
+        # A stable sort: of tokens that are equally frequent, the one with the lower id comes first.
+        order = counts.sort(descending=True, stable=True).indices[: min(length, int((counts > 0).sum()))]
+        tokens = torch.full(stored.shape[1:], self.padding, device=stored.device)
+        tokens[: len(order)] = order
+        return self.inputs_of(tokens)
+
+    # -- judgement --------------------------------------------------------------------------------------------------
+
+    def leak_rule(self, scores: Mapping[str, float | None], blind: Mapping[str, float | None] | None) -> str | None:
+        """Whether a sentence came back word for word, in good part in order, or by its words.
+
+        - "sentence": ``exact = 1`` where the blind guess's is 0;
+        - "order": ``ROUGE-L >= max(.5, blind + .25)``;
+        - "words": ``token recall >= max(.5, blind + .25)``; half the words, in whatever order, tell what it was about.
+        """
+
+        def gained(name: str, margin: float, least: float) -> bool:
+            value, guess = scores[name], None if blind is None else blind[name]
+            return value is not None and value >= max(least, -1.0 if guess is None else guess + margin)
+
+        if gained("exact", 1.0, 1.0):
+            return "sentence"
+        if gained("rouge_l", LEAK_MARGIN, LEAK_SHARE):
+            return "order"
+        return "words" if gained("token_recall", LEAK_MARGIN, LEAK_SHARE) else None
+
+    def render(self, examples: Tensor) -> bytes:
+        """Write one sentence per line."""
+        size = self.rendered_size(examples.shape[1:], len(examples))
+        picture = pillow.new("L", size, 255)
+        drawing.Draw(picture).multiline_text((4, 4), "\n".join(self.sentences(self.repaired(examples))), fill=0)
+        content = io.BytesIO()
+        picture.save(content, format="PNG")
+        return content.getvalue()
+
+    def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
+        """Room for words of about seven letters."""
+        return 8 + 48 * input_shape[0], 8 + 16 * count
