@@ -1,5 +1,6 @@
 """Byte-level byte-pair encoding: the tokenizer of GPT-2, with each digit a token of its own, as SmolLM2 uses it."""
 
+import codecs
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -36,26 +37,28 @@ class BytePairs:
         tokens: the written form of each token, in which one character stands for each byte (``Ġ`` for a space).
         merges: the pairs to join, best first, each written with a space between its parts.
         special: the numbers of the tokens that are no text, such as the end of a text.
+        padding: the token that fills up short texts, one of the special ones.
 
     References:
         Sennrich, Haddow & Birch, Neural Machine Translation of Rare Words with Subword Units, ACL 2016; Radford et al.,
         Language Models are Unsupervised Multitask Learners, 2019, for bytes.
 
     Example:
-        >>> tokenizer = BytePairs(["<end>", "a", "b", "Ġ", "ab", "Ġab"], ["a b", "Ġ ab"], special=[0])
-        >>> tokenizer.encode("ab ab"), tokenizer.decode([4, 5])
-        ([4, 5], 'ab ab')
+        >>> tokenizer = BytePairs(["<end>", "a", "b", "Ġ", "ab", "Ġab"], ["a b", "Ġ ab"], special=[0], padding=0)
+        >>> tokenizer.encode("ab ab"), tokenizer.pieces([4, 5])
+        ([4, 5], ['ab', ' ab'])
     """
 
-    def __init__(self, tokens: Sequence[str], merges: Iterable[str], special: Iterable[int] = ()) -> None:
-        self.tokens, self.special = tuple(tokens), frozenset(special)
+    def __init__(self, tokens: Sequence[str], merges: Iterable[str], special: Iterable[int], padding: int) -> None:
+        self.tokens, self.special, self.padding = tuple(tokens), frozenset(special), padding
         self._numbers = {token: number for number, token in enumerate(tokens) if number not in self.special}
         self._ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(merges)}
         self._written = _alphabet()
         self._bytes = {character: byte for byte, character in enumerate(self._written)}
         self._encode_word = lru_cache(_CACHED_WORDS)(self._joined)
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
         """The number of tokens."""
         return len(self.tokens)
 
@@ -63,10 +66,17 @@ class BytePairs:
         """The token numbers of a text."""
         return [number for word in _words(text) for number in self._encode_word(word)]
 
-    def decode(self, numbers: Iterable[int]) -> str:
-        """The text of token numbers; bytes that are not UTF-8 become replacement characters."""
-        content = b"".join(self._content(int(number)) for number in numbers)
-        return content.decode("utf-8", errors="replace")
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token; a character whose bytes lie in several tokens is part of the last of them.
+
+        Bytes that are not UTF-8 become replacement characters.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        last = len(ids) - 1
+        return [decoder.decode(self._content(number), final=place == last) for place, number in enumerate(ids)]
+
+    def __repr__(self) -> str:
+        return f"BytePairs({self.size:,} tokens)"
 
     def _content(self, number: int) -> bytes:
         token = self.tokens[number]
@@ -95,9 +105,14 @@ def _words(text: str) -> Iterable[str]:
         start += len(piece)
 
 
-def read_tokenizer(path: Path) -> BytePairs:
-    """Read a tokenizer from an ``.npz``: ``tokenizer.tokens`` and ``.merges`` (lines of UTF-8) and ``.special``."""
+def read_tokenizer(path: Path, padding: int) -> BytePairs:
+    """Read a tokenizer from an ``.npz``: ``tokenizer.tokens`` and ``.merges`` (lines of UTF-8) and ``.special``.
+
+    Args:
+        path: the file.
+        padding: the token that fills up short texts.
+    """
     with reading(path, "a tokenizer"):
         arrays = read_arrays(path, [f"tokenizer.{part}" for part in ("tokens", "merges", "special")])
         tokens, merges = (arrays[f"tokenizer.{part}"].tobytes().decode().split("\n") for part in ("tokens", "merges"))
-        return BytePairs(tokens, merges, arrays["tokenizer.special"].tolist())
+        return BytePairs(tokens, merges, arrays["tokenizer.special"].tolist(), padding)

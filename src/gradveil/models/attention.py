@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,3 +26,11 @@ class AttentionBlock:
     projections: tuple[str, ...]
     inputs: Callable[[Tensor, int], Tensor]
     causal: bool
+
+
+@runtime_checkable
+class DeclaresAttention(Protocol):
+    """A model of token ids that declares its attention blocks."""
+
+    def attention_blocks(self) -> list[AttentionBlock]:
+        """The first two blocks, or all if there are fewer; parameters are named as the model names them."""

@@ -255,9 +255,9 @@ def load_tokenizer(path: Path | None = None) -> BytePairs:
     Args:
         path: the npz file; None: what ``gradveil data get smollm2`` fetched.
     """
-    tokenizer = read_tokenizer(path := _path(path))
-    if len(tokenizer) != Size().vocabulary:
-        raise DataError(f"{path}: expected {Size().vocabulary:,} tokens, got {len(tokenizer):,}; {_REMEDY}")
+    tokenizer = read_tokenizer(path := _path(path), PADDING)
+    if tokenizer.size != Size().vocabulary:
+        raise DataError(f"{path}: expected {Size().vocabulary:,} tokens, got {tokenizer.size:,}; {_REMEDY}")
     return tokenizer
 
 
