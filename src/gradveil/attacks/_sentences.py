@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,9 +11,16 @@ from gradveil.attacks._span import RowSpace
 from gradveil.models.attention import AttentionBlock
 
 _AT_ONCE = 2**24  # values of candidate sentences that are computed together
-_QUANTILE, _NEAR = 0.9, 0.4  # wrong tokens are hardly ever nearer than 0.4 of the distance that 90 % of them keep
+_QUANTILE = 0.9
+# Wrong tokens are hardly ever nearer to the span than this share of the distance within which 90 % of them lie; if the
+# noise was estimated, than the median by this often the distance from there to the quantile.
+_NEAR, _TIMES = 0.4, 2.0
 _REPETITIONS = 3  # of a sentence's first token, which leave no trace by themselves
 _NEW = 1e-6  # of a dimension that a sentence must add to those already explained
+# Under noise: what a token that fits is worth, the most that one that does not may cost (some directions drown, and
+# with them a true token now and then), and how far a beginning may fall below its best before it is given up.
+_WORTH, _DEAREST, _PATIENCE = 6.0, 12.0, 30.0
+_CANDOUR = 0.25  # of the surprise, because spans are estimated less well than the theory of large matrices says
 
 
 @dataclass(frozen=True)
@@ -21,22 +29,37 @@ class Sentence:
 
     Args:
         tokens: its tokens.
-        misfit: the sum over them of how unlikely their distances from the second span are.
-        distance: the sum of these distances.
+        values: how much each of them speaks for the sentence; negative if against it.
+        distances: the distances of their vectors from the second span.
 
     Example:
-        >>> Sentence((5, 5)).repeats_its_first, Sentence((5,)).repeats_its_first
-        (True, False)
+        >>> Sentence((7, 8, 9), (1.0, 2.0, -1.0), (0.0, 0.0, 0.5)).ended().tokens
+        (7, 8)
     """
 
     tokens: tuple[int, ...] = ()
-    misfit: float = 0.0
-    distance: float = 0.0
+    values: tuple[float, ...] = ()
+    distances: tuple[float, ...] = ()
+
+    @property
+    def value(self) -> float:
+        """The sum of the values."""
+        return sum(self.values)
 
     @property
     def repeats_its_first(self) -> bool:
         """Whether it is one token, more than once."""
         return len(self.tokens) > 1 and len(set(self.tokens)) == 1
+
+    def continued(self, token: int, value: float, distance: float) -> "Sentence":
+        """The sentence with one more token."""
+        return Sentence((*self.tokens, token), (*self.values, value), (*self.distances, distance))
+
+    def ended(self) -> "Sentence":
+        """The beginning whose value is largest."""
+        sums = list(accumulate(self.values))
+        length = 1 + max(range(len(sums)), key=sums.__getitem__)
+        return Sentence(self.tokens[:length], self.values[:length], self.distances[:length])
 
 
 @dataclass(frozen=True)
@@ -50,7 +73,7 @@ class Search:
         blocks: the first two attention blocks.
         spaces: the spans of their gradients.
         tolerance: distance from a span that rounding explains.
-        slack: how much larger than noise explains a squared distance may be; None: the spans are exact.
+        noise: on the gradients: ``"none"``, of ``"known"`` variance, or of an ``"estimated"`` one.
         beam: the most beginnings with the same first token that are continued.
     """
 
@@ -60,7 +83,7 @@ class Search:
     blocks: tuple[AttentionBlock, AttentionBlock]
     spaces: tuple[RowSpace, RowSpace]
     tolerance: float
-    slack: float | None
+    noise: str
     beam: int
 
     @property
@@ -69,24 +92,21 @@ class Search:
         return any(space.is_everything or not len(space.basis) for space in self.spaces)
 
     def tokens(self) -> list[Tensor]:
-        """The tokens near the first span, for each position; one list for all if the block adds no positions."""
+        """For each position the tokens near the first span, nearest first; one list if the block adds no positions."""
         probe = self.table[:8, None].expand(-1, self.length, -1)
         entering = self.blocks[0].inputs(probe, 0)
         positions = 1 if torch.allclose(entering, entering[:, :1]) else self.length
-        chunks = self.table.split(max(1, _AT_ONCE // (positions * self.table.shape[1])))
-        distances = torch.cat(
-            [
-                self.spaces[0]
-                .distances(self.blocks[0].inputs(rows[:, None].expand(-1, positions, -1), 0).flatten(0, 1))
-                .view(-1, positions)
-                for rows in chunks
-            ]
-        )
+        parts = []
+        for rows in torch.split(self.table, max(1, _AT_ONCE // (positions * self.table.shape[1]))):
+            entering = self.blocks[0].inputs(rows[:, None].expand(-1, positions, -1), 0)
+            parts.append(self.spaces[0].distances(entering.flatten(0, 1)).view(-1, positions))
+        distances = torch.cat(parts)
         distances[self.padding] = torch.inf
         near = self.tolerance
-        if self.slack is not None:
-            near = max(near, _NEAR * float(distances[distances.isfinite()].quantile(_QUANTILE)))
-        return [column.le(near).nonzero()[:, 0] for column in distances.T]
+        if self.noise != "none":
+            middle, upper = distances[distances.isfinite()].quantile(distances.new_tensor([0.5, _QUANTILE])).tolist()
+            near = max(near, _NEAR * upper if self.noise == "known" else middle - _TIMES * (upper - middle))
+        return [column.argsort()[: int((column <= near).sum())] for column in distances.T]
 
     def by_position(self, allowed: Sequence[Tensor]) -> list[Sentence]:
         """The one sentence of an encoder's batch, if exactly one token is near the span at each of its positions."""
@@ -95,83 +115,103 @@ class Search:
         if not length or set(counts[:length]) != {1} or any(counts[length:]):
             return []
         tokens = torch.cat(list(allowed[:length]))
-        misfits, distances = self._judge(self.blocks[1].inputs(self.table[tokens][None], 0)[0])
-        return [Sentence(tuple(tokens.tolist()), float(misfits.sum()), float(distances.sum()))]
+        values, distances = self._judge(self.blocks[1].inputs(self.table[tokens][None], 0)[0])
+        if not bool(values.isfinite().all()):
+            return []
+        return [Sentence(tuple(tokens.tolist()), tuple(values.tolist()), tuple(distances.tolist()))]
 
     def by_prefix(self, allowed: Sequence[Tensor]) -> list[Sentence]:
-        """The sentences of a causal model's batch: prefixes that tokens near the second span continue no further."""
-        whole: list[Sentence] = []
+        """The sentences of a causal model's batch, found token by token.
+
+        Beginnings are continued until nothing continues them or, under noise, until they lose too much; a sentence ends
+        where its value is largest.
+        """
+        found: list[Sentence] = []
         beginnings = [Sentence()]
         for position in range(self.length):
             tokens = allowed[position % len(allowed)]
-            continued: dict[int, list[Sentence]] = {}
+            groups: dict[int, list[Sentence]] = {}
             for beginning, longer in zip(beginnings, self._continuations(beginnings, tokens), strict=True):
                 for sentence in longer:
-                    continued.setdefault(sentence.tokens[0], []).append(sentence)
-                ends = all(sentence.repeats_its_first for sentence in longer)
-                if beginning.tokens and ends and not beginning.repeats_its_first:
-                    whole.append(beginning)
-            beginnings = [s for group in continued.values() for s in sorted(group, key=_by_misfit)[: self.beam]]
+                    groups.setdefault(sentence.tokens[0], []).append(sentence)
+                # Under noise, what continues a whole sentence speaks against it, but may also be a token that drowned.
+                if beginning.tokens and all(s.values[-1] < 0 or s.repeats_its_first for s in longer):
+                    found.append(beginning)
+            beginnings = [s for group in groups.values() for s in sorted(group, key=_value, reverse=True)[: self.beam]]
+            given_up = [s for s in beginnings if s.value < s.ended().value - _PATIENCE]
+            found += given_up
+            beginnings = [s for s in beginnings if s not in given_up]
             if not beginnings:
-                return whole
-        return whole + [sentence for sentence in beginnings if not sentence.repeats_its_first]
+                break
+        ended = {sentence.tokens: sentence for sentence in (each.ended() for each in found + beginnings)}
+        return [sentence for sentence in ended.values() if not sentence.repeats_its_first]
 
     def chosen(self, sentences: Sequence[Sentence], count: int) -> list[Sentence]:
-        """At most `count` sentences that together explain most of the second span, each something new."""
+        """At most `count` sentences, each with the largest value of what the ones before it do not explain."""
         vectors = [self._entering(sentence) for sentence in sentences]
-        likely = torch.tensor([sentence.misfit / len(sentence.tokens) for sentence in sentences])
-        explained = self.table.new_zeros(0, self.spaces[1].basis.shape[1], dtype=torch.float64)
+        values = [torch.tensor(sentence.values).to(rows) for sentence, rows in zip(sentences, vectors, strict=True)]
+        explained = self.spaces[1].basis[:0]
         taken: list[Sentence] = []
-        while len(taken) < count and len(taken) < len(sentences):
-            gains = torch.stack([(each - each @ explained.T @ explained).square().sum() for each in vectors])
-            if float(gains.max()) < _NEW:
+        while len(taken) < min(count, len(sentences)):
+            rest = [rows - rows @ explained.T @ explained for rows in vectors]
+            gains = torch.stack(
+                [(each.square().sum(1) * value).sum() for each, value in zip(rest, values, strict=True)]
+            )
+            best = int(gains.argmax())
+            if float(gains[best]) < _NEW:
                 break
-            best = int((gains / (1 + likely.to(gains))).argmax())
             taken.append(sentences[best])
-            rest = vectors[best] - vectors[best] @ explained.T @ explained
-            _, values, directions = torch.linalg.svd(rest, full_matrices=False)
-            explained = torch.cat([explained, directions[values.square() > _NEW]])
+            _, sizes, directions = torch.linalg.svd(rest[best], full_matrices=False)
+            explained = torch.cat([explained, directions[sizes.square() > _NEW]])
         return taken
 
     def _entering(self, sentence: Sentence) -> Tensor:
-        entering = self.blocks[1].inputs(self.table[list(sentence.tokens)][None], 0)[0].double()
-        return entering / entering.norm(dim=1, keepdim=True)
+        entering = self.blocks[1].inputs(self.table[list(sentence.tokens)][None], 0)[0].to(self.spaces[1].basis)
+        return torch.nn.functional.normalize(entering, dim=1)
 
     def _continuations(self, beginnings: Sequence[Sentence], tokens: Tensor) -> list[list[Sentence]]:
-        """For each beginning, of equal lengths, what it may be continued to by one token."""
-        pairs = [(number, token) for number in range(len(beginnings)) for token in tokens.tolist()]
-        longer: list[list[Sentence]] = [[] for _ in beginnings]
-        position = len(beginnings[0].tokens)
+        """For each beginning, of equal lengths, what it may be continued to by one token; the best, best first."""
+        position, known = len(beginnings[0].tokens), torch.tensor([sentence.tokens for sentence in beginnings])
+        pairs = torch.cartesian_prod(torch.arange(len(beginnings)), torch.arange(len(tokens)))
         at_once = max(1, _AT_ONCE // ((position + 1) * self.table.shape[1]))
-        for start in range(0, len(pairs), at_once):
-            part = [(*beginnings[number].tokens, token) for number, token in pairs[start : start + at_once]]
-            entering = self.blocks[1].inputs(self.table[torch.tensor(part)], position)[:, 0]
-            misfits, distances = self._judge(entering)
-            for place in misfits.isfinite().nonzero()[:, 0].tolist():
-                number, token = pairs[start + place]
-                old = beginnings[number]
-                new = Sentence(
-                    (*old.tokens, token), old.misfit + float(misfits[place]), old.distance + float(distances[place])
-                )
-                if not (new.repeats_its_first and len(new.tokens) > _REPETITIONS):
-                    longer[number].append(new)
+        judged = []
+        for part in torch.split(pairs, at_once):
+            sequences = torch.cat([known[part[:, 0]].to(tokens), tokens[part[:, 1], None]], dim=1)
+            judged.append(self._judge(self.blocks[1].inputs(self.table[sequences], position)[:, 0], position))
+        values, distances = (torch.cat(parts).view(len(beginnings), -1).cpu() for parts in zip(*judged, strict=True))
+        longer = []
+        for beginning, row, far in zip(beginnings, values, distances, strict=True):
+            best = row.topk(min(len(row), self.beam)).indices
+            longer.append(
+                [
+                    sentence
+                    for place in best[row[best].isfinite()].tolist()
+                    if not (
+                        sentence := beginning.continued(int(tokens[place]), float(row[place]), float(far[place]))
+                    ).repeats_its_first
+                    or len(sentence.tokens) <= _REPETITIONS
+                ]
+            )
         return longer
 
-    def _judge(self, entering: Tensor) -> tuple[Tensor, Tensor]:
-        r"""How unlikely the distance of each vector from the second span is, infinite if too far; and the distance.
+    def _judge(self, entering: Tensor, position: int = 0) -> tuple[Tensor, Tensor]:
+        r"""How much each vector speaks for its token, minus infinity if it is impossible; and its distance.
 
-        Of a vector of the true space, the noise leaves :math:`z e^2`, where :math:`e^2` is what is expected and n z is
-        chi-squared with n degrees of freedom, the dimensions outside; so :math:`-2 \log p = n (z - 1 - \log z)`.
+        Of a vector of the true space, noise leaves the squared distance :math:`z e^2`, where :math:`e^2` is expected
+        and n z is chi-squared with n degrees of freedom, the dimensions outside; so the surprise is
+        :math:`n (z - 1 - \log z) / 2`. Nearer than expected is no reason to doubt.
         """
         space = self.spaces[1]
         distances = space.distances(entering)
-        if self.slack is None:
-            return torch.where(distances <= self.tolerance, distances / self.tolerance, torch.inf), distances
+        if self.noise == "none":
+            return torch.where(distances <= self.tolerance, 1 - distances / self.tolerance / 2, -torch.inf), distances
         ratio = distances.square() / (space.expected(entering).square() + self.tolerance**2)
-        outside = space.basis.shape[1] - space.basis.shape[0]
-        excess = ratio.clamp_min(1)  # nearer than expected is no reason to doubt
-        return torch.where(ratio <= self.slack, outside / 2 * (excess - 1 - excess.log()), torch.inf), distances
+        outside, excess = space.basis.shape[1] - space.basis.shape[0], ratio.clamp_min(1)
+        surprise = _CANDOUR * outside / 2 * (excess - 1 - excess.log())
+        if position == 0:  # vectors of first tokens are far from all others, so that a surprising one is wrong
+            return torch.where(surprise < _DEAREST, _WORTH - surprise, -torch.inf), distances
+        return _WORTH - surprise.clamp_max(_DEAREST) - (surprise - _DEAREST).clamp_min(0).log1p(), distances
 
 
-def _by_misfit(sentence: Sentence) -> float:
-    return sentence.misfit
+def _value(sentence: Sentence) -> float:
+    return sentence.value

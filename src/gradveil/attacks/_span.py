@@ -1,11 +1,18 @@
 """The row space of a gradient, exact or under noise, and how far vectors lie outside it."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from gradveil.defenses.knowledge import Evidence
+from gradveil.task import Gradients
+
+Read = Callable[[Gradients, Gradients], Evidence]
+
+_COMPLETIONS = 10
 
 
 @dataclass(frozen=True)
@@ -15,6 +22,7 @@ class RowSpace:
     Args:
         basis: orthonormal rows ``[rank, n]``.
         errors: ``[rank]``, the expected share of each direction's energy that noise has turned out of the space.
+        scale: ``[n]``, the unit of each value of a vector.
 
     Example:
         >>> space = row_space(torch.tensor([[2.0, 0.0, 0.0], [0.0, 1e-9, 0.0]]).double(), tolerance=1e-6)
@@ -24,6 +32,7 @@ class RowSpace:
 
     basis: Tensor
     errors: Tensor
+    scale: Tensor
 
     @property
     def is_everything(self) -> bool:
@@ -39,7 +48,7 @@ class RowSpace:
         return self._split(vectors)[1]
 
     def _split(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
-        vectors = vectors.to(self.basis)
+        vectors = vectors.to(self.basis) / self.scale
         shares = (vectors @ self.basis.T).square() / vectors.square().sum(1, keepdim=True)
         # What is left of a direction is 1 - error of it, so the estimate of its share is that much too small.
         return (1 - shares.sum(1)).clamp_min(0).sqrt(), (shares @ (self.errors / (1 - self.errors))).sqrt()
@@ -49,7 +58,7 @@ def row_space(matrix: Tensor, tolerance: float) -> RowSpace:
     """The directions whose singular values are above `tolerance` times the largest: for exact matrices."""
     _, values, directions = torch.linalg.svd(matrix, full_matrices=False)
     basis = directions[values > tolerance * values[:1].clamp_min(torch.finfo(matrix.dtype).tiny)]
-    return RowSpace(basis, torch.zeros_like(basis[:, 0]))
+    return RowSpace(basis, torch.zeros_like(basis[:, 0]), torch.ones_like(matrix[0]))
 
 
 def noisy_row_space(matrices: Sequence[Tensor], variance: float) -> RowSpace:
@@ -84,7 +93,39 @@ def _above_the_edge(matrix: Tensor, variance: float) -> RowSpace:
     half = (seen - (m + n) * noise) / 2
     square = half + (half.square() - m * n * noise**2).clamp_min(0).sqrt()
     errors = n * noise * (square + m * noise) / (square * (square + n * noise))
-    return RowSpace(directions[above], errors.clamp_max(0.99))
+    return RowSpace(directions[above], errors.clamp_max(0.99), torch.ones_like(matrix[0]))
+
+
+def completed_row_space(update: Gradients, read: Read, scale: Tensor) -> RowSpace:
+    r"""The row space of matrices of which an update tells only a part, by completing them to a low rank.
+
+    The matrices are scaled to the same size and stacked, each column in its own unit. What is unknown is first 0, then
+    what the directions that stand out of noise say about it, a few times over. The noise is estimated.
+
+    Args:
+        update: matrices ``[m, n]`` that share a row space, by name.
+        read: what the update says about a candidate for them, see `defenses.knowledge`.
+        scale: ``[n]``, the unit of each column.
+    """
+    sizes = {name: (value / scale).square().mean().sqrt().clamp_min(1e-30) for name, value in update.items()}
+    known = _filled({name: torch.zeros_like(value) for name, value in update.items()}, update, read)
+    for step in range(_COMPLETIONS + 1):
+        stacked = torch.cat([known[name] / scale / size for name, size in sizes.items()])
+        space = replace(_above_the_edge(stacked, estimated_variance(stacked)), scale=scale)
+        if step < _COMPLETIONS:
+            low_rank = torch.split(stacked @ space.basis.T @ space.basis, [len(value) for value in update.values()])
+            parts = zip(sizes.items(), low_rank, strict=True)
+            known = _filled({name: part * scale * size for (name, size), part in parts}, update, read)
+    return space
+
+
+def _filled(candidate: Gradients, update: Gradients, read: Read) -> Gradients:
+    """What an update says where it says something, else what it allows a candidate to be."""
+    evidence = read(candidate, update)
+    weights, allowed = evidence.weights, evidence.allowed or candidate
+    if weights is None:
+        return evidence.values
+    return {name: torch.where(weights[name] > 0, value, allowed[name]) for name, value in evidence.values.items()}
 
 
 def estimated_variance(matrix: Tensor) -> float:

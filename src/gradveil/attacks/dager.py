@@ -8,17 +8,20 @@ from torch import Tensor
 
 from gradveil.attacks._labels import infer_labels
 from gradveil.attacks._sentences import Search, Sentence
-from gradveil.attacks._span import RowSpace, estimated_variance, noisy_row_space, row_space
+from gradveil.attacks._span import RowSpace, completed_row_space, noisy_row_space, row_space
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.parameters import integer, number
+from gradveil.defenses.knowledge import Evidence
 from gradveil.modality import EmbeddedInput, Text
 from gradveil.models.attention import AttentionBlock, DeclaresAttention
 from gradveil.task import Gradients, NextToken, Task
 from gradveil.update import Update
+
+_SAMPLE = 32  # sentences of random tokens
 
 
 @ATTACKS.register("dager")
@@ -40,19 +43,18 @@ class Dager(Attack):
 
     Under rotary positions, a sentence that begins with the same token twice looks like one that begins with it once:
     repetitions of the first token are only kept if another token follows. Among more sentences than the batch has,
-    those are kept that together explain most of the span; if there are fewer, the tokens in none of them are returned
-    in any order as a last sentence, which is not marked as `certain`.
+    those are kept that together explain most of the span; if there are fewer, or they use less than half of the tokens
+    that were found, the other tokens are returned, nearest first, as sentences that are not marked as `certain`.
 
     The plain form takes the gradients for exact. The adaptive one, which is ours, cuts the span at the edge of the
-    singular values of a random matrix with the defense's noise (an estimate if it declares none), and compares the
-    distance of a vector from it with the distance that this noise explains, vector by vector. A batch's gradients may
-    be clipped, which leaves the span alone. Works for one step and a single round.
+    singular values of a random matrix with the defense's noise, and compares the distance of a vector from it with the
+    distance that this noise explains, vector by vector. Where a defense withholds or coarsens values, the gradients are
+    first completed to a low rank, as far as the defense's `Knowledge` says, and the noise is estimated. Clipping leaves
+    the span alone. Works for one step and a single round.
 
     Args:
         tolerance: distance from the span, of a vector of length 1, that rounding explains; 1e-3 of that for the
             smallest singular value that counts, relative to the largest.
-        slack: how much larger than noise explains the squared distance of a sentence's vectors may be, for the
-            adaptive form.
         beam: the most prefixes with the same first token that are continued.
 
     References:
@@ -79,7 +81,6 @@ class Dager(Attack):
     finds_labels = True
 
     tolerance: float = number(1e-3, above=0, below=1)
-    slack: float = number(2.0, low=1)
     beam: int = integer(8, low=1)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
@@ -147,23 +148,44 @@ class Dager(Attack):
             blocks,
             (first, second),
             self.tolerance,
-            None if problem.knowledge is None else self.slack,
+            self._noise(problem),
             self.beam,
         )
         if search.is_hopeless:
             return _filled([], [], search, problem.examples)
         allowed = search.tokens()
         sentences = search.by_prefix(allowed) if blocks[1].causal else search.by_position(allowed)
-        tokens = torch.cat(allowed).unique().tolist()
-        return _filled(search.chosen(sentences, problem.examples), tokens, search, problem.examples)
+        chosen, tokens = search.chosen(sentences, problem.examples), torch.cat(allowed).tolist()
+        used = {token for sentence in chosen for token in sentence.tokens}
+        if len(used) < len(set(tokens)) / 2:
+            chosen = []
+        return _filled(chosen, tokens, search, problem.examples)
 
     def _space(self, problem: Problem, update: Gradients, block: AttentionBlock) -> RowSpace:
         """The span of a block's gradients, as far as the attacker knows."""
         matrices, knowledge = [update[name] for name in block.projections], problem.knowledge
         if knowledge is None:
             return row_space(torch.cat(matrices), 1e-3 * self.tolerance)
-        variance = knowledge.variance(update) if callable(knowledge.variance) else knowledge.variance
-        return noisy_row_space(matrices, float(variance) or estimated_variance(torch.cat(matrices)))
+        if self._noise(problem) == "known":
+            variance = knowledge.variance(update) if callable(knowledge.variance) else knowledge.variance
+            return noisy_row_space(matrices, float(variance))
+        shared = {name: update[name] for name in block.projections}
+        return completed_row_space(shared, knowledge.read or _believe, self._scale(problem, block))
+
+    def _noise(self, problem: Problem) -> str:
+        """What is known about the noise on the gradients."""
+        if problem.knowledge is None:
+            return "none"
+        return "known" if problem.knowledge.variance and problem.knowledge.read is None else "estimated"
+
+    def _scale(self, problem: Problem, block: AttentionBlock) -> Tensor:
+        """The size of each value that enters a block, for sentences of random tokens."""
+        table = _text_of(self.name, problem.task).table
+        assert table is not None
+        shape = (_SAMPLE, problem.task.input_shape[0])
+        tokens = torch.randint(len(table), shape, generator=problem.generator, device=problem.generator.device)
+        vectors = table.to(problem.task.device, problem.task.dtype)[tokens.to(problem.task.device)]
+        return block.inputs(vectors, 0).double().square().mean((0, 1)).sqrt().clamp_min(1e-12)
 
     def _labels(self, problem: Problem, tokens: Tensor) -> Tensor:
         """The labels that follow from the tokens, or those that are known or inferred."""
@@ -182,6 +204,11 @@ def _text_of(owner: str, task: Task) -> Text:
     return task.modality
 
 
+def _believe(_expected: Gradients, update: Gradients) -> Evidence:
+    """Take the update for the gradient: a `read` for defenses about which nothing is known."""
+    return Evidence(update)
+
+
 def _filled(
     sentences: Sequence[Sentence], tokens: Sequence[int], search: Search, examples: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +217,7 @@ def _filled(
     distances, certain = torch.ones(examples, dtype=torch.float64), torch.zeros(examples, dtype=torch.bool)
     for place, sentence in enumerate(sentences):
         found[place, : len(sentence.tokens)] = torch.tensor(sentence.tokens)
-        distances[place], certain[place] = sentence.distance / len(sentence.tokens), True
+        distances[place], certain[place] = sum(sentence.distances) / len(sentence.tokens), True
     used = {token for sentence in sentences for token in sentence.tokens}
     rest = [token for token in tokens if token not in used]
     for place in range(len(sentences), examples):

@@ -117,10 +117,11 @@ def _tensor(file: BinaryIO, name: str, start: int, layout: _Layout) -> Array:
 def _dequantised(blocks: Array, kind: int) -> Array:
     if kind == _FLOAT:
         return blocks
-    scale = blocks["scale"].astype(np.float32)[:, None]
+    scale: Array = blocks["scale"].astype(np.float32)[:, None]
     if kind == _Q8_0:
-        values: Array = scale * blocks["codes"]
-        return values
+        signed: Array = scale * blocks["codes"]
+        return signed
     # The low halves of the bytes are the first sixteen values.
     codes = np.concatenate([blocks["codes"] & 15, blocks["codes"] >> 4], axis=1)
-    return scale * codes + blocks["low"].astype(np.float32)[:, None]
+    values: Array = scale * codes + blocks["low"].astype(np.float32)[:, None]
+    return values

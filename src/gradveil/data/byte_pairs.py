@@ -89,8 +89,8 @@ class BytePairs:
             parts[at : at + 2] = ["".join(parts[at : at + 2])]
         if unknown := [part for part in parts if part not in self._numbers]:
             raise InputError(
-                f"tokenizer: expected text whose bytes all have a token, got {word!r}, in which {unknown[0]!r} has none; "
-                "remove or replace such characters"
+                f"tokenizer: expected text whose bytes all have a token, got {word!r}, in which {unknown[0]!r} has "
+                "none; remove or replace such characters"
             )
         return tuple(self._numbers[part] for part in parts)
 

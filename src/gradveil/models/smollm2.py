@@ -109,7 +109,7 @@ class Attention(nn.Module):
 
     def _heads(self, values: Tensor) -> Tensor:
         """``[N, heads, L, length of a head]``."""
-        return values.unflatten(2, (-1, self.length)).transpose(1, 2)
+        return values.view(*values.shape[:2], -1, self.length).transpose(1, 2)
 
     def _rotated(self, values: Tensor, positions: Tensor) -> Tensor:
         """Turn each pair of neighbouring values by an angle that grows with the position."""
@@ -221,7 +221,9 @@ class Decoder(nn.Module):
 
     def _entering(self, number: int, vectors: Tensor, first: int) -> Tensor:
         vectors = self.blocks[0](vectors, first) if number else vectors[:, first:]
-        entering: Tensor = self.blocks[number].attention_norm(vectors)
+        block = self.blocks[number]
+        assert isinstance(block, DecoderBlock)
+        entering: Tensor = block.attention_norm(vectors)
         return entering
 
 
