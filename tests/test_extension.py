@@ -21,7 +21,7 @@ from gradveil.data import Dataset, Split
 from gradveil.data.loader import SOURCES
 from gradveil.defenses import DEFENSES, Perturbation
 from gradveil.metrics import METRICS, Metric
-from gradveil.modality import MODALITIES, Modality
+from gradveil.modality import MODALITIES, Drawn
 from gradveil.models.base import REGISTRY
 
 LOW, HIGH, COLUMNS = -3.0, 5.0, 6
@@ -36,7 +36,7 @@ def added(monkeypatch):
 
     @MODALITIES.register("readings")
     @dataclass(frozen=True)
-    class Readings(Modality):
+    class Readings(Drawn):
         """Six numbers from -3 to 5."""
 
         unit, primary, rule = "reading", "worst_error", "worst error below .1"

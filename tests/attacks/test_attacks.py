@@ -36,6 +36,7 @@ QUICK = {
     "peel": {"iterations": 5},
     "membership": {},
     "attribute": {"directions": 8, "epochs": 2},
+    "tag": {"iterations": 20},
 }
 RECONSTRUCT = [name for name in gradveil.list_attacks() if ATTACKS.get(name).finds is Reconstruction]
 

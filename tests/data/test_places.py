@@ -9,7 +9,7 @@ from gradveil.data import catalog, places
 
 DATASET_NAMES = {
     "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "mednist", "pneumonia", "bccd", "faces-orl",
-    "tiny-imagenet",
+    "tiny-imagenet", "sst2", "adult",
 }  # fmt: skip
 
 
@@ -29,7 +29,7 @@ def test_entries_are_complete(entry):
     assert entry.licence
     assert entry.citation
     assert entry.by_hand
-    assert entry.files[0].endswith(".npz")
+    assert entry.files[0].endswith((".npz", ".jsonl"))
     assert all(len(package.sha256) == 64 and package.version for package in entry.packages)
 
 

@@ -15,13 +15,13 @@ from gradveil.core.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.data import Dataset, Split
 from gradveil.federation import Training, train
 from gradveil.federation.job import evaluate, performance_maintenance
-from gradveil.modality import IMAGE, MODALITIES, Modality
+from gradveil.modality import IMAGE, MODALITIES, Drawn
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0, 1.0])
 
 
 @dataclass(frozen=True)
-class Vector(Modality):
+class Vector(Drawn):
     """Four numbers, stored unchanged, each with its own range."""
 
     name, unit, primary, rule = "vector", "row", "mse", "mean squared error of at most .1"

@@ -1,5 +1,7 @@
 """Text: a task on embedding vectors gives the gradients that plain autograd gives on token ids."""
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,8 @@ from torch.nn import functional as F
 
 import gradveil
 from gradveil.core.errors import DataError, InputError
-from gradveil.modality import EmbeddedInput, Text, Words
+from gradveil.metrics.matching import match
+from gradveil.modality import MODALITIES, EmbeddedInput, Fragment, Text, Words
 from gradveil.modality.embedded import nearest_rows
 from gradveil.update import LocalSteps, compute_update
 
@@ -197,6 +200,27 @@ def test_ids_become_vectors_and_come_back():
     assert torch.equal(text.decode(near), inputs)
 
 
+def test_other_processes_get_the_same_vocabulary():
+    text = Text(WORDS)
+    settings = json.loads(json.dumps(text.settings))
+    assert MODALITIES.create("text").with_settings(settings) == text
+    assert Text().with_settings(Text().settings) == Text()
+
+
+def test_recovered_words_are_marked_as_often_as_the_original_has_them():
+    text = bound()
+    found, original = text.inputs_of(torch.tensor([[2, 2, 7, 0, 0]])), text.inputs_of(torch.tensor([[7, 2, 3, 0, 0]]))
+    assert text.write(found, original)[0] == [Fragment("a", True), Fragment(" a", False), Fragment(" f", True)]
+    assert [fragment.recovered for fragment in text.write(found, None)[0]] == [None] * 3
+
+
+def test_sentences_are_matched_by_their_common_words():
+    text = bound()
+    originals = text.inputs_of(IDS)
+    turned = text.inputs_of(torch.tensor([[9, 0, 0, 0, 0], [2, 11, 4, 7, 7], [3, 5, 2, 0, 0]]))
+    assert match(originals, turned, text).tolist() == [2, 1, 0]
+
+
 def test_anything_that_an_attack_found_can_be_scored():
     text = bound()
     found = text.inputs_of(IDS)
@@ -254,9 +278,9 @@ def test_without_a_blind_guess_only_the_threshold_counts():
 
 
 def test_words_are_counted_and_unknown_ones_marked():
-    words = Words.of(["b a b", "c"], most=2)
-    assert words.words == ("b", "a")
-    assert words.encode("a c b") == [3, 1, 2]
+    words = Words.of(["b a b", "c"])
+    assert words.words == ("b", "a", "c")
+    assert words.encode("a x b") == [3, 1, 2]
     assert "".join(words.pieces([3, 1, 2])) == "a <unk> b"
 
 

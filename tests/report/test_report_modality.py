@@ -1,4 +1,4 @@
-"""A report on inputs that are not images: meter readings, scored by a distance of which lower is closer."""
+"""Reports on inputs that are not images: meter readings, drawn or written, of whose distance less is closer."""
 
 import html
 import io
@@ -20,7 +20,7 @@ from gradveil.core.digests import bytes_digest
 from gradveil.core.errors import DataError
 from gradveil.core.folders import write_json
 from gradveil.metrics import METRICS, Metric
-from gradveil.modality import MODALITIES, Modality
+from gradveil.modality import MODALITIES, Drawn, Fragment, Written
 from gradveil.report._evidence import evidence
 from gradveil.report._scores import strongest
 from gradveil.report._tables import ranking
@@ -43,9 +43,7 @@ def meters(monkeypatch):
     monkeypatch.setattr(MODALITIES, "_factories", dict(MODALITIES._factories))
     monkeypatch.setattr(METRICS, "_metrics", dict(METRICS._metrics))
 
-    @MODALITIES.register("meter")
-    @dataclass(frozen=True)
-    class Meter(Modality):
+    class Readings:
         unit = "reading"
         primary = "distance"
         guess = "the usual reading"
@@ -68,6 +66,9 @@ def meters(monkeypatch):
             distance = scores["distance"]
             return "distance" if distance <= 0.1 and (blind is None or distance <= blind["distance"] / 2) else None
 
+    @MODALITIES.register("meter")
+    @dataclass(frozen=True)
+    class Meter(Readings, Drawn):
         def render(self, examples):
             content = io.BytesIO()
             PIL.Image.new("L", (30, 7)).save(content, format="PNG")
@@ -76,6 +77,13 @@ def meters(monkeypatch):
         def rendered_size(self, input_shape, count):
             return 30, 7 * count
 
+    @MODALITIES.register("note")
+    @dataclass(frozen=True)
+    class Note(Readings, Written):
+        def write(self, examples, originals):
+            marks = (None, None) if originals is None else (True, False)
+            return [[Fragment("<b>7</b> kW", marks[0], "use"), Fragment("&night", marks[1], "time")] for _ in examples]
+
     METRICS.add(
         Metric(
             "distance",
@@ -83,7 +91,7 @@ def meters(monkeypatch):
             lambda originals, found: (originals - found).abs().mean(1),
             better="lower",
             summary="How far the readings are apart.",
-            modalities=("meter",),
+            modalities=("meter", "note"),
             unit="kW",
             low=0,
             noticeable=0.05,
@@ -94,6 +102,10 @@ def meters(monkeypatch):
 
 @pytest.fixture
 def folder(meters, tmp_path):
+    return make_folder(meters, tmp_path)
+
+
+def make_folder(modality, tmp_path):
     config = sealed(
         {
             "gradveil": "0.1.0",
@@ -111,7 +123,7 @@ def folder(meters, tmp_path):
             "caveats": {},
             "dataset_source": "meters.csv",
             "data_digest": "d" * 16,
-            "modality": "meter",
+            "modality": modality.name,
             "metrics": {"distance": True},
             "input_shape": [5],
             "classes": [],
@@ -131,10 +143,12 @@ def folder(meters, tmp_path):
     check_config(config)
     write_json(tmp_path / "config.json", config)
     (tmp_path / "images").mkdir()
-    picture = meters.render(torch.zeros(1, 5))
-    names = ["images/found.png", *(f"images/original-v{victim}.png" for victim in range(8))]
-    for name in names:
-        (tmp_path / name).write_bytes(picture)
+    inputs = torch.zeros(1, 5)
+    picture, original = modality.show(inputs, inputs), modality.show(inputs, None)
+    ending = modality.shown_as
+    (tmp_path / f"images/found.{ending}").write_bytes(picture)
+    for victim in range(8):
+        (tmp_path / f"images/original-v{victim}.{ending}").write_bytes(original)
     results = SealedLines(tmp_path / "results.jsonl", ResultRow, config)
     cases = [(None, "blind-guess", 0.4), *((*pair, distance) for pair, distance in DISTANCES.items())]
     results.append(
@@ -162,9 +176,9 @@ def folder(meters, tmp_path):
             loss_restarts=None,
             iterations=3,
             seconds=1.0,
-            image="images/found.png",
+            image=f"images/found.{ending}",
             image_digest=bytes_digest(picture),
-            original_digest=bytes_digest(picture) if defense is None else None,
+            original_digest=bytes_digest(original) if defense is None else None,
         )
         for defense, attack, distance in cases
         for victim in range(8)
@@ -239,3 +253,56 @@ def test_pictures_of_another_size_than_the_modality_renders_are_refused(folder, 
     monkeypatch.setattr(type(meters), "rendered_size", lambda *_: (30, 8))
     with pytest.raises(DataError, match="it must have 30 x 8 pixels but has 30 x 7"):
         report.write(folder)
+
+
+@pytest.mark.usefixtures("meters")
+class TestWritten:
+    @pytest.fixture
+    def folder(self, tmp_path):
+        return make_folder(MODALITIES.create("note"), tmp_path)
+
+    def test_what_was_recovered_is_marked_and_nothing_is_markup(self, folder):
+        page = report.write(folder).read_text()
+        assert "<b>7</b>" not in page
+        # Two attacks, of each six examples: the blind guess and two defenses.
+        assert page.count("<mark>&lt;b&gt;7&lt;/b&gt; kW</mark>") == 2 * 6 * 3
+        assert page.count("<td>&lt;b&gt;7&lt;/b&gt; kW</td>") == 2 * 6  # the original is not marked
+        assert page.count("<td>&amp;night</td>") == 2 * 6 * 4
+        assert page.count('<th scope="col">time</th>') == 2 * 6
+        assert "Only the first 6 of 8 readings are shown" in page
+        assert "<img" not in page
+
+    def test_the_overview_is_a_sketch_of_what_was_recovered(self, folder):
+        report.write(folder)
+        with PIL.Image.open(folder / "overview.png") as overview:
+            colours = {colour for _, colour in overview.convert("RGB").getcolors(2**24)}
+        assert {(0xC2, 0x37, 0x1C), (0xE5, 0xE2, 0xDC), (0x8A, 0x92, 0x9C)} <= colours
+
+    def test_a_text_that_is_missing_is_said_to_be(self, folder):
+        (folder / "images/found.json").unlink()
+        page = report.write(folder).read_text()
+        assert page.count('<span class="absent">no reading</span>') == 2 * 6 * 3
+
+    @pytest.mark.parametrize(
+        ("content", "reason"),
+        [
+            (b"\xff", "can't decode byte"),
+            (b"[" * 100_000, "must not be nested deeply"),
+            (b'{"examples": [3]}', "an example must be a list"),
+            (b'{"examples": [[["a", 1, ""]]]}', "a fragment must be a list of a text"),
+            (b'{"pages": []}', "it must be a JSON object"),
+            (b" " * 4_000_001, "at most 4,000,000 bytes"),
+        ],
+    )
+    def test_a_text_that_the_audit_did_not_write_is_refused(self, folder, monkeypatch, content, reason):
+        path = folder / "images/found.json"
+        expected = bytes_digest(path.read_bytes())
+        path.write_bytes(content)
+        with pytest.raises(DataError, match="found.json: expected the JSON that the audit wrote"):
+            report.write(folder)
+        # Even with the right digest.
+        monkeypatch.setattr(
+            "gradveil.report._images.bytes_digest", lambda given: expected if given == content else bytes_digest(given)
+        )
+        with pytest.raises(DataError, match=reason):
+            report.write(folder)

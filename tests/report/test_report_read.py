@@ -108,7 +108,7 @@ def test_a_broken_line_is_refused_with_its_number(make_audit):
         ("attack_spec", "dlg", "'attack_spec' must be an attack of the audit, got 'dlg'"),
         ("attack_spec", "idlg\x1b[2J", "'attack_spec' must be a text of at most 10,000 printable characters"),
         ("adaptive", True, "'adaptive' must be False, as config.json has it, got True"),
-        ("image", 3, "'image' must be a path images/NAME.png, or null, got 3"),
+        ("image", 3, "'image' must be a path images/NAME.png or images/NAME.json, or null, got 3"),
         ("seed", 1, "'seed' must be 0, as config.json has it, got 1, a row of another audit"),
         ("model", "mlp", "'model' must be 'lenet:init=uniform', as config.json has it, got 'mlp', a row of another"),
         ("dataset", "cifar10", "'dataset' must be 'mnist', as config.json has it, got 'cifar10', a row of another"),

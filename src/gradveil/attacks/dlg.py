@@ -65,14 +65,15 @@ class DLG(Attack):
         def unpack(candidate: Tensor, _label: Tensor) -> tuple[Tensor, Tensor]:
             return candidate[:input_size].view(input_shape), candidate[input_size:].view(logit_shape).softmax(1)
 
-        def draw_start() -> Tensor:
+        def draw_start() -> tuple[Tensor, Tensor]:
             options: dict[str, Any] = {"dtype": torch.float64, "device": task.device}
             inputs = problem.modality.start(input_shape, problem.generator, **options)
-            logits = torch.randn(logit_shape, generator=problem.generator, **options)
-            return torch.cat([inputs.flatten(), logits.flatten()])
+            return inputs, torch.randn(logit_shape, generator=problem.generator, **options)
 
         # Drawn victim by victim, so that a start does not depend on how many victims follow.
-        start = torch.stack([draw_start() for _ in range(problem.victims)])
+        inputs, logits = map(torch.stack, zip(*(draw_start() for _ in range(problem.victims)), strict=True))
+        inputs = problem.modality.informed(inputs, problem.updates)
+        start = torch.cat([inputs.flatten(1), logits.flatten(1)], 1)
         matching = Matching(matched_layers(self.name, problem.updates, self.mute), SQUARED, least_prior=LEAST_PRIOR)
         space = Space(unpack)
         found = space.unpacked(match(problem, start, LBFGS(), matching, iterations=self.iterations, space=space))

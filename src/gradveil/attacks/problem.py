@@ -90,7 +90,8 @@ class Problem:
     def start(self, *seeds: int, dtype: torch.dtype | None = None) -> Tensor:
         """Starting points for a search, ``[victims, *seeds, examples, *input_shape]``, drawn by the modality."""
         shape = (self.victims, *seeds, self.examples, *self.task.input_shape)
-        return self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
+        start = self.modality.start(shape, self.generator, dtype=dtype or self.task.dtype, device=self.task.device)
+        return self.modality.informed(start, self.updates)
 
 
 def granted_public(owner: str, task: Task, threat: ThreatModel) -> Batch:

@@ -87,7 +87,7 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 def dataset_from(shared: dict[str, Any]) -> Dataset:
     """The data in a file that another process has open, as `workers.share` put it there; no copy of it is made."""
-    modality = MODALITIES.create(shared["modality"])
+    modality = MODALITIES.create(shared["modality"]).with_settings(shared["modality_settings"])
     tensors = []
     with os.fdopen(shared["file"], "rb") as file:
         for offset, shape, dtype in shared["tensors"]:

@@ -89,8 +89,8 @@ def build_task(
     name, parameters = parse_spec(model)
     split, classes = dataset.train, len(dataset.classes)
     logits = 1 if loss == "logistic" else classes
-    known = split.modality.model_arguments()
-    net = models.create(name, input_shape=split.stored_shape, classes=logits, seed=seed, **known, **parameters)
+    known = split.modality.model_arguments(split.stored_shape)
+    net = models.create(name, classes=logits, seed=seed, **known, **parameters)
     if weights is not None:
         load_weights(net, weights)
     if shared is not None:

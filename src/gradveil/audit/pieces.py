@@ -80,7 +80,7 @@ class Finished:
 
     Args:
         rows: the rows.
-        pictures: PNG files by their paths in the audit's folder; they must be there before the rows are.
+        pictures: files that show examples, by path in the folder; they must be there before the rows are.
 
     Example:
         >>> import json

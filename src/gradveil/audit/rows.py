@@ -132,9 +132,10 @@ CONFIG_SCHEMA: Schema = {
     DIGEST: kinds.digest(),
 }
 
+_SHOWN = re.compile(r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.(png|json)")
 _PICTURE = Kind(
-    "a path images/NAME.png",
-    lambda value: isinstance(value, str) and bool(re.fullmatch(r"images/[a-zA-Z0-9=_-][a-zA-Z0-9.=_-]*\.png", value)),
+    "a path images/NAME.png or images/NAME.json",
+    lambda value: isinstance(value, str) and bool(_SHOWN.fullmatch(value)),
 )
 
 STAMPS: Schema = {"audit": kinds.digest(), DIGEST: kinds.digest()}
@@ -237,8 +238,9 @@ class ResultRow(Row):
         bound_mse: the least mean squared error of any attacker on smoothed inputs; None: no bound is known.
         loss: the attacker's own loss at the end of its search; `loss_start` is that at its beginning, `loss_late` that
             after nine tenths of it, `loss_restarts` that at the end of each restart.
-        image: path of the reconstruction's picture in the folder, and `image_digest` the digest of that file;
-            `original_digest` is that of the victim's own picture, in the rows of the blind guess.
+        image: path of the reconstruction's picture in the folder, or of its text if the modality is written, and
+            `image_digest` the digest of that file; `original_digest` is that of the victim's own, in the rows of the
+            blind guess.
     """
 
     identity = ("defense_spec", "attack_spec", "adaptive", "victim")

@@ -46,6 +46,7 @@ from gradveil.federation.digests import data_digest, model_file_digest, weights_
 from gradveil.federation.job import as_batch, evaluate, performance_maintenance, split_public
 from gradveil.federation.local import check_settings
 from gradveil.metrics import METRICS, identification
+from gradveil.modality import Drawn
 from gradveil.task import Task
 
 IDENTIFIER = create_attack("identification")
@@ -375,11 +376,12 @@ class Subject:
             publishers=dataset.train if any(create_defense(spec).announces for spec in config.defenses) else None,
         )
         modality, train_split = task.modality, dataset.train
-        one = modality.compared(victims.inputs[0, :1])
-        computed = {metric.name: metric.compute(one, one) is not None for metric in METRICS.of(modality)}
+        one = victims.inputs[0, :1]
+        scorer = metrics.Scorer(modality)
+        computed = {name: value is not None for name, value in scorer.compute(one, one).items()}
         for name, here in computed.items():
-            if not here:
-                metric = METRICS.get(name)
+            metric = METRICS.get(name)
+            if not here and metric.remedy:
                 warnings.warn(
                     f"{metric.title} is left out (null): its weights are not here; get them with: {metric.remedy}",
                     stacklevel=3,
@@ -387,7 +389,7 @@ class Subject:
         guess = modality.blind(
             train_split.inputs, train_split.targets, victims.targets.flatten(0, 1), len(dataset.classes)
         )
-        blind_scores = metrics.Scorer(modality).blind_scores(victims.inputs.flatten(0, 1), guess)
+        blind_scores = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
         root, others = split_public(train_split, config.seed)
         return cls(
             config,
@@ -662,7 +664,7 @@ def _pieces(subject: Subject, rows: Rows) -> Iterator[Piece]:
 
 def _guess_blindly(work: "_Work", rows: Rows) -> Finished:
     """The rows of the blind guess that are missing; they take no time worth sharing."""
-    subject, done = work.subject, {row.key for row in rows.results}
+    subject, modality, done = work.subject, work.subject.task.modality, {row.key for row in rows.results}
     found: list[ResultRow] = []
     pictures: dict[str, bytes] = {}
     for victim, guess in enumerate(subject.blind):
@@ -671,15 +673,16 @@ def _guess_blindly(work: "_Work", rows: Rows) -> Finished:
         inputs, targets = subject.victims.inputs[victim], subject.victims.targets[victim]
         blind = {name: scores[victim] for name, scores in subject.blind_scores.items()}
         scored = work.scorer.score(inputs, guess, targets, targets, blind)
-        _, original = _picture("original", victim, subject.task.modality.render(inputs), pictures)
+        content, ending = modality.show(inputs, None), modality.shown_as
+        _, original = _picture("original", victim, content, ending, pictures)
         score = Score(guess, scored, trained_on=None, loss=None, losses=cases.NO_LOSSES, iterations=0, seconds=0.0)
         found.append(work.row(None, None, False, victim, score, pictures, original_digest=original))
     return Finished(found, pictures)
 
 
-def _picture(stem: str, victim: int, content: bytes, pictures: dict[str, bytes]) -> tuple[str, str]:
+def _picture(stem: str, victim: int, content: bytes, ending: str, pictures: dict[str, bytes]) -> tuple[str, str]:
     """Add a picture, and return its path in the folder and its digest."""
-    path = f"images/{stem}-v{victim}.png"
+    path = f"images/{stem}-v{victim}.{ending}"
     pictures[path] = content
     return path, bytes_digest(content)
 
@@ -842,10 +845,11 @@ class _Work:
         original_digest: str | None = None,
     ) -> ResultRow:
         """The row of a victim, whose picture is added to `pictures`."""
-        config, known = self.config, METRICS.of(self.subject.task.modality)
+        config, modality = self.config, self.subject.task.modality
+        known = METRICS.of(modality)
         methods = [slug(str(defense)), slug(str(attack)), *(["adaptive"] if adaptive else [])]
-        content = self.subject.task.modality.render(score.inputs)
-        image, image_digest = _picture("-".join(methods) if attack else BLIND_GUESS, victim, content, pictures)
+        stem = "-".join(methods) if attack else BLIND_GUESS
+        image, image_digest = _picture(stem, victim, self._shown(victim, score), modality.shown_as, pictures)
         return ResultRow(
             **_named("defense", defense, absent=None),
             **_named("attack", attack, absent=BLIND_GUESS),
@@ -872,6 +876,14 @@ class _Work:
             image=image,
             image_digest=image_digest,
             original_digest=original_digest,
+        )
+
+    def _shown(self, victim: int, score: Score) -> bytes:
+        """The file that shows what was recovered: pictures in the attack's order, text beside its originals."""
+        modality, originals = self.subject.task.modality, self.subject.victims.inputs[victim]
+        in_attack_order = isinstance(modality, Drawn)
+        return modality.show(
+            score.inputs if in_attack_order else self.scorer.matched(originals, score.inputs), originals
         )
 
     def _train(self, spec: str, report_step: ReportStep) -> Finished:

@@ -212,6 +212,7 @@ def share(dataset: Dataset, file: IO[bytes]) -> Json:
         "file": file.fileno(),
         "tensors": tensors,
         "modality": dataset.train.modality.name,
+        "modality_settings": dict(dataset.train.modality.settings),
         "name": dataset.name,
         "classes": list(dataset.classes),
         "source": dataset.source,

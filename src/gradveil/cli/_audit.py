@@ -20,10 +20,14 @@ from gradveil.audit.rows import SETTINGS
 from gradveil.audit.store import CONFIG
 from gradveil.cli import _report
 from gradveil.cli._console import INTERRUPTED, ProgressLines, duration, print_result, progress_bar, say, stdout
-from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
+from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_other_plugins, untrusted, with_target
 from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
+from gradveil.data import is_text
+
+TEXT_ATTACKS = ("tag:iterations=300", "idlg:iterations=150")
+"""What an audit of texts runs if no attack is named: those by default are for images."""
 
 
 def run(options: Mapping[str, Any]) -> None:
@@ -44,12 +48,19 @@ def run(options: Mapping[str, Any]) -> None:
             raise typer.Exit(max(codes))
         return
     plugins.load_files(options["plugin"] or ())
+    if options["target"] is not None or options["dataset"] is not None:
+        dataset = with_target("audit", options["dataset"] or AuditConfig().dataset, options["target"])
+        begins = not (options["resume"] and output is not None)
+        model = default_model(dataset, AuditConfig().model) if begins else None
+        options = {**options, "dataset": dataset, "model": options["model"] or model}
     resume: bool = options["resume"]
     fail_if: list[str] = options["fail_if"] or []
     for condition in fail_if:
         checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
+    if not attacks and options["dataset"] is not None and is_text(parse_spec(options["dataset"])[0]) and not resume:
+        attacks = list(TEXT_ATTACKS)
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
     asked["stage"] = None if stages is None else stages[0]
     asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}

@@ -7,6 +7,12 @@ from gradveil.audit.folder import is_model_file
 from gradveil.audit.store import resume_command
 from gradveil.core import plugins
 from gradveil.core.errors import OutputError, ParameterError
+from gradveil.core.registry import format_spec, parse_spec
+from gradveil.data import is_table, is_text
+
+TABLE_MODEL = "mlp"
+TEXT_MODEL = "text-transformer"
+"""The model for tables if none is named."""
 
 
 def numbers(command: str, name: str, text: str | None) -> tuple[float, ...] | None:
@@ -19,6 +25,34 @@ def numbers(command: str, name: str, text: str | None) -> tuple[float, ...] | No
         return None if text is None else tuple(map(float, text.split(",")))
     except ValueError:
         raise ParameterError(f"{command}: --{name} must be numbers with commas between them, got {text!r}") from None
+
+
+def with_target(command: str, dataset: str, target: str | None) -> str:
+    """The spec of a data set with the column to predict.
+
+    >>> with_target("audit", "people.csv", "income")
+    'people.csv:target=income'
+    """
+    if target is None:
+        return dataset
+    if not target.strip() or "," in target:
+        raise ParameterError(f"{command}: --target must be the name of a column, without commas, got {target!r}")
+    name, parameters = parse_spec(dataset)
+    return format_spec(name, {**parameters, "target": target})
+
+
+def default_model(dataset: str, default: str) -> str:
+    """The model for a data set if none is named.
+
+    >>> default_model("people.csv:target=income", "lenet"), default_model("mnist", "lenet")
+    ('mlp', 'lenet')
+    >>> default_model("sst2:length=16", "lenet")
+    'text-transformer'
+    """
+    name, _ = parse_spec(dataset)
+    if is_text(name):
+        return TEXT_MODEL
+    return TABLE_MODEL if is_table(name) else default
 
 
 def how_to_resume(command: str, folder: Path, model: str) -> str:

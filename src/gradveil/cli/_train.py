@@ -22,7 +22,7 @@ from gradveil.audit.folder import is_model_file
 from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, slug
 from gradveil.cli._console import INTERRUPTED, print_result, progress_bar, say, stderr, stdout
-from gradveil.cli._shared import how_to_resume, numbers, refuse_other_plugins, untrusted
+from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_other_plugins, untrusted, with_target
 from gradveil.core import plugins
 from gradveil.core.errors import DataError, GradveilError, OutputError, ParameterError
 from gradveil.core.folders import locked, prepare_folder, write_json
@@ -54,6 +54,9 @@ def run(options: Mapping[str, Any]) -> None:
     context, output, resume = options["context"], options["output"], options["resume"]
     settings = _TrainSettings(**{field.name: options[field.name] for field in dataclasses.fields(_TrainSettings)})
     given = {name for name in vars(settings) if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
+    dataset = with_target("train", settings.dataset, options["target"])
+    model = settings.model if "model" in given else default_model(dataset, settings.model)
+    settings = dataclasses.replace(settings, dataset=dataset, model=model)
     if output is None and resume:
         raise ParameterError("train: --resume needs --out, the folder that holds the checkpoints")
     if output is not None and resume and not (output / CONFIG).is_file():

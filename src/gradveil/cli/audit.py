@@ -20,14 +20,17 @@ def _setting(name: str, help: str, default: str | None = None, flags: str | None
 
 def audit(
     dataset: Annotated[
-        str | None, _setting("dataset", "Name or path of the data, e.g. cifar10 or faces-orl:size=64.")
+        str | None, _setting("dataset", "Name or path of the data, e.g. cifar10, faces-orl:size=64 or people.csv.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="The column of a table that the model predicts.", show_default="that of the data")
     ] = None,
     model: Annotated[
         str | None,
         _setting(
             "model",
             "E.g. lenet:init=uniform, or your own: FILE.py@FUNCTION, which runs FILE.py with your full "
-            "privileges. With --resume such a file must be named again.",
+            "privileges. With --resume such a file must be named again. For tables, the default is mlp.",
         ),
     ] = None,
     defense: Annotated[

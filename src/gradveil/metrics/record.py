@@ -24,8 +24,9 @@ class Metric:
     Args:
         name: its key in rows and configs.
         title: its name in tables.
-        compute: ``(originals, found)``, both ``[N, *input_shape]``, in range and matched one to one: one number per
-            example ``[N]``, or None if it cannot be computed, see `remedy`.
+        compute: ``(originals, found)``, both as `Modality.compared` has them (for images ``[N, *input_shape]``), in
+            range and matched one to one: one number per example ``[N]``, or None if it cannot be computed, see
+            `remedy`.
         better: ``"higher"`` or ``"lower"``: which values are closer to the original.
         summary: what it means, in a sentence or two for the glossary of a report.
         modalities: the names of the modalities it is for.

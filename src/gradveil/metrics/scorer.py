@@ -64,9 +64,9 @@ class Scorer:
                     f"scorer: blind must hold one {name} per original, [{len(originals)}], got {list(guessed.shape)}"
                 )
         found = self.modality.repaired(reconstructions)
-        order = match(originals, found)
+        order = match(originals, found, self.modality)
         found = found[order]
-        values = self._values(originals, found)
+        values = self.compute(originals, found)
         rules = []
         if blind is not None:
             pairs = zip(_by_example(values, len(found)), _by_example(blind, len(found)), strict=True)
@@ -81,12 +81,17 @@ class Scorer:
     @torch.no_grad()
     def blind_scores(self, originals: Tensor, guesses: Tensor) -> dict[str, Tensor]:
         """The scores of the blind guess at each original, ``[N]`` by metric, for `score`."""
-        values = self._values(originals, guesses)
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in self.compute(originals, guesses).items() if value is not None}
 
-    def _values(self, originals: Tensor, found: Tensor) -> dict[str, Tensor | None]:
-        compared = self.modality.compared(originals), self.modality.compared(found)
-        return {metric.name: metric.compute(*compared) for metric in METRICS.of(self.modality)}
+    def compute(self, originals: Tensor, found: Tensor) -> dict[str, Tensor | None]:
+        """Every metric of valid inputs that are matched one to one, ``[N]`` each; None: it cannot be computed."""
+        x, y = self.modality.compared(originals), self.modality.compared(found)
+        return {metric.name: metric.compute(x, y) for metric in METRICS.of(self.modality)}
+
+    def matched(self, originals: Tensor, reconstructions: Tensor) -> Tensor:
+        """The reconstructions as valid inputs, in the order of the originals that they are compared with."""
+        found = self.modality.repaired(reconstructions)
+        return found[match(originals, found, self.modality)]
 
 
 def _by_example(values: Mapping[str, Tensor | None], count: int) -> list[dict[str, float | None]]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,20 @@ from torch import Tensor, nn
 from gradveil.core.errors import InputError
 from gradveil.core.randomness import derived_generator
 from gradveil.core.registry import Registry
+from gradveil.modality.written import Fragment, to_file
 
 
 class Modality(ABC):
     """What an input is. The task and the split carry it; no other module knows.
 
-    Subclasses are frozen dataclasses, registered by name in `MODALITIES`. An example is *stored* as the data set keeps
-    it (images as bytes, text as token ids) and is an *input* as the task takes it (images as floats in [0, 1], text as
-    embedding vectors, for which it must be bound to a model first).
+    Subclasses are frozen dataclasses, registered by name in `MODALITIES`. They derive from `Drawn` if examples are
+    shown as pictures and from `Written` if they are shown as text. An example is *stored* as the data set keeps it
+    (images as bytes, text as token ids) and is an *input* as the task takes it (images as floats in [0, 1], text as
+    embedding vectors, for which it is bound to a model first).
+
+    A modality may have fields that depend on the data, such as the columns of a table, declared by `state`. `settings`
+    has them as JSON and `with_settings` sets them; without them, a modality has at least its class attributes,
+    `leak_rule` and the words that reports need.
 
     Example:
         >>> modality = MODALITIES.create("image")
@@ -43,36 +49,17 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
+    shown_as: ClassVar[str]
+    """The ending of the files in which examples are shown."""
+
     def __init_subclass__(cls) -> None:
         """Refuse a modality without the texts that reports need."""
         super().__init_subclass__()
+        if ABC in cls.__bases__:
+            return
         for required in ("unit", "primary", "rule"):
             if not isinstance(getattr(cls, required, None), str):
                 raise TypeError(f"{cls.__name__}: a modality must define {required} as a string; add {required} = ...")
-
-    def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the input that a stored example of this shape becomes."""
-        return tuple(stored_shape)
-
-    def model_arguments(self) -> dict[str, int]:
-        """What a model must be told about the inputs when it is built, besides their stored shape."""
-        return {}
-
-    def bind(
-        self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True
-    ) -> tuple[nn.Module, "Modality"]:
-        """The model as a function of inputs, and this modality once the model is known.
-
-        Args:
-            model: the model as a user writes it.
-            stored_shape: the shape of a stored example.
-            withhold: keep the parameters that turn stored examples into inputs out of updates.
-        """
-        return model, self
-
-    def compared(self, inputs: Tensor) -> Tensor:
-        """What metrics compare: the inputs themselves, or what they stand for."""
-        return inputs
 
     @abstractmethod
     def check_stored(self, where: str, stored: Tensor) -> None:
@@ -88,6 +75,15 @@ class Modality(ABC):
     ) -> Tensor:
         """Random inputs of `shape`, ``(..., *input_shape)``, from which a search starts."""
 
+    def informed(self, start: Tensor, updates: Mapping[str, Tensor]) -> Tensor:
+        """Starting points changed by what the updates tell at a glance about the inputs, such as how long a text is.
+
+        Args:
+            start: what `start` drew, ``[victims, ..., *input_shape]``.
+            updates: the updates ``[victims, *parameter shape]`` by name.
+        """
+        return start
+
     @abstractmethod
     def project(self, inputs: Tensor) -> Tensor:
         """The allowed inputs nearest to these; NaN stays NaN."""
@@ -102,12 +98,55 @@ class Modality(ABC):
         """
 
     @abstractmethod
-    def render(self, examples: Tensor) -> bytes:
-        """Render a batch of inputs as one PNG."""
+    def show(self, examples: Tensor, originals: Tensor | None) -> bytes:
+        """The content of a file that shows a batch of inputs to readers.
 
-    @abstractmethod
-    def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
-        """Width and height of the image that `render` makes of `count` inputs."""
+        Args:
+            examples: the batch.
+            originals: what an attack tried to recover, if `examples` are what it found.
+        """
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The fields that depend on the data, as JSON."""
+        return {}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """This modality for the data that `settings` came from."""
+        return self
+
+    def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the input that a stored example of `stored_shape` becomes."""
+        return tuple(stored_shape)
+
+    def model_arguments(self, stored_shape: Sequence[int]) -> dict[str, Any]:
+        """What a model must be told about the inputs when it is built."""
+        return {"input_shape": self.input_shape(stored_shape)}
+
+    def bind(
+        self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True
+    ) -> tuple[nn.Module, "Modality"]:
+        """The model as a function of inputs, and this modality once the model is known.
+
+        Args:
+            model: the model as a user writes it.
+            stored_shape: the shape of a stored example.
+            withhold: keep the parameters that turn stored examples into inputs out of updates.
+        """
+        return model, self
+
+    def compared(self, inputs: Tensor) -> Tensor:
+        """Valid inputs ``[N, *input_shape]`` in the form in which metrics compare them, ``[N, ...]``."""
+        return inputs
+
+    def distances(self, originals: Tensor, found: Tensor) -> Tensor:
+        """How unlike each original is to each reconstruction, ``[N, M]``; they are matched by the least sum of these.
+
+        By default, the squared Euclidean distance.
+        """
+        x, y = (examples.detach().double().flatten(1) for examples in (originals, found))
+        # The faster mode of cdist, by matrix products, loses the small distances that matter here.
+        return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
 
     def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
         """How unlikely a batch ``[N, *input_shape]`` looks, as a differentiable scalar; None without a prior.
@@ -132,16 +171,16 @@ class Modality(ABC):
         """Make the output of an attack finite and in range, so that it can be scored and shown."""
         return self.project(found.nan_to_num())
 
-    def mean(self, stored: Tensor) -> Tensor:
-        """The mean of stored examples, as an input."""
+    def typical(self, stored: Tensor) -> Tensor:
+        """The best guess at any of the stored examples, as an input: by default their mean."""
         return self.inputs_of(stored).mean(0)
 
     def blind(self, stored: Tensor, targets: Tensor, wanted: Tensor, classes: int | None) -> Tensor:
-        """The blind guess: for each wanted class, the mean of the public examples of that class.
+        """The blind guess: for each wanted class, what is typical of the public examples of that class.
 
         Scored like an attack, it tells how much the label and public data reveal without any gradient, which is a lot
-        if the examples of a class look alike. If the targets are not classes, the guess is the mean of all public
-        examples.
+        if the examples of a class look alike. If the targets are not classes, the guess is what is typical of all
+        public examples.
 
         Args:
             stored: the public examples ``[M, ...]``.
@@ -160,15 +199,15 @@ class Modality(ABC):
                 f"blind guess: expected one target per public {self.unit}, got {len(targets)} for {len(stored)}"
             )
         if classes is None or targets.ndim != 1:
-            mean = self.mean(stored)
-            return mean.expand(len(wanted), *mean.shape)
+            guess = self.typical(stored)
+            return guess.expand(len(wanted), *guess.shape)
         for owner, labels in (("public", targets), ("victims'", wanted)):
             if labels.numel() and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
                 raise InputError(
                     f"blind guess: {owner} labels must lie between 0 and {classes - 1}, "
                     f"got {int(labels.min())} to {int(labels.max())}"
                 )
-        means = {}
+        guesses = {}
         for label in set(wanted.tolist()):
             members = stored[targets == label]  # only this class, so that there is never a second copy of all
             if len(members) == 0:
@@ -176,8 +215,55 @@ class Modality(ABC):
                     f"blind guess: no public {self.unit} has label {label}, so its class has no mean; "
                     f"give public {self.unit}s of every class"
                 )
-            means[label] = self.mean(members)
-        return torch.stack([means[label] for label in wanted.tolist()])
+            guesses[label] = self.typical(members)
+        return torch.stack([guesses[label] for label in wanted.tolist()])
+
+
+class Drawn(Modality, ABC):
+    """A modality whose examples are shown as pictures.
+
+    Example:
+        >>> isinstance(MODALITIES.create("image"), Drawn)
+        True
+    """
+
+    shown_as = "png"
+
+    @abstractmethod
+    def render(self, examples: Tensor) -> bytes:
+        """Render a batch of inputs as one PNG."""
+
+    @abstractmethod
+    def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
+        """Width and height of the image that `render` makes of `count` inputs."""
+
+    def show(self, examples: Tensor, originals: Tensor | None) -> bytes:
+        """A PNG."""
+        return self.render(examples)
+
+
+class Written(Modality, ABC):
+    """A modality whose examples are shown as text, in fragments of which those that were recovered are marked.
+
+    Example:
+        >>> isinstance(MODALITIES.create("image"), Written)
+        False
+    """
+
+    shown_as = "json"
+
+    @abstractmethod
+    def write(self, examples: Tensor, originals: Tensor | None) -> list[list[Fragment]]:
+        """The fragments of each example.
+
+        Args:
+            examples: valid inputs ``[N, *input_shape]``.
+            originals: what they were recovered from, in the same order; None: nothing is to be marked.
+        """
+
+    def show(self, examples: Tensor, originals: Tensor | None) -> bytes:
+        """A file that `gradveil.modality.written` reads."""
+        return to_file(self.write(self.repaired(examples), originals))
 
 
 MODALITIES: Registry[Modality] = Registry("modality", "gradveil.modalities")

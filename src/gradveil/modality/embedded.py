@@ -82,7 +82,7 @@ class EmbeddedInput(nn.Module):
         super().__init__()
         self.vocabulary, self.padding = vocabulary, padding
         probe = self._probe_ids(length)
-        self.embedding_name = _find_embedding(model, probe)
+        self.embedding_name, self.positions_name = _find_embeddings(model, probe)
         self.model = model
         _check_embedding(self.embedding_name, self.embedding, vocabulary)
         if not shared:
@@ -91,6 +91,13 @@ class EmbeddedInput(nn.Module):
         if self.shared:
             self.register_buffer("table", self.table_now.clone())
         self._check_ids_are_used_once(probe)
+
+    @property
+    def positions_weight(self) -> str | None:
+        """The name of the trained parameter with a row for each position, if the model embeds positions 0 to L - 1."""
+        name = f"model.{self.positions_name}.weight"
+        trained = self.positions_name is not None and self.get_parameter(name).requires_grad
+        return name if trained else None
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -148,20 +155,25 @@ class EmbeddedInput(nn.Module):
 
 
 @torch.no_grad()
-def _find_embedding(model: nn.Module, probe: Tensor) -> str:
-    """The name of the embedding that is applied to the ids."""
+def _find_embeddings(model: nn.Module, probe: Tensor) -> tuple[str, str | None]:
+    """The name of the embedding that is applied to the ids, and of the one applied to the positions, if there is."""
     embeddings = {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    device = next((module.weight.device for module in embeddings.values()), torch.device("cpu"))
+    watched, length = probe.to(device), probe.shape[1]
     found: list[str] = []
+    positions: list[str] = []
 
     def watch(name: str) -> "torch.utils.hooks.RemovableHandle":
         def note(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if inputs and isinstance(inputs[0], Tensor) and torch.equal(inputs[0], watched):
+            if not inputs or not isinstance(inputs[0], Tensor):
+                return
+            if torch.equal(inputs[0], watched):
                 found.append(name)
+            elif inputs[0].shape[-1:] == (length,) and bool((inputs[0] == torch.arange(length, device=device)).all()):
+                positions.append(name)
 
         return embeddings[name].register_forward_pre_hook(note)
 
-    device = next((module.weight.device for module in embeddings.values()), torch.device("cpu"))
-    watched = probe.to(device)
     handles = [watch(name) for name in embeddings]
     try:
         with _evaluating(model):
@@ -172,7 +184,7 @@ def _find_embedding(model: nn.Module, probe: Tensor) -> str:
         if embeddings:
             where = f" ({place})" if (place := place_of(error)) else ""
             raise InputError(
-                f"text: expected a model that takes token ids [N, {probe.shape[1]}] (int64), got an error{where}: "
+                f"text: expected a model that takes token ids [N, {length}] (int64), got an error{where}: "
                 f"{' '.join(str(error).split())}; check the model's length and its code"
             ) from error
     finally:
@@ -184,7 +196,7 @@ def _find_embedding(model: nn.Module, probe: Tensor) -> str:
             f"text: expected a model with an nn.Embedding that is applied to the token ids, got none{others}; give it "
             "one, as the registered text models have, or use another model"
         )
-    return found[0]
+    return found[0], positions[0] if positions else None
 
 
 def _check_embedding(name: str, embedding: nn.Embedding, vocabulary: int) -> None:

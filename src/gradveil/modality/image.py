@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradveil.core.errors import DataError
 from gradveil.core.extras import OptionalModule
-from gradveil.modality.base import MODALITIES, Modality
+from gradveil.modality.base import MODALITIES, Drawn
 
 pillow = OptionalModule("PIL.Image", "rendering images")
 
@@ -32,7 +32,7 @@ _JUDGED = ("psnr", "ssim", "psnr_blurred", "ssim_blurred")
 
 @MODALITIES.register("image")
 @dataclass(frozen=True)
-class Image(Modality):
+class Image(Drawn):
     """Images ``[C, H, W]`` in [0, 1], stored as bytes. Inputs of other shapes share the range but have no prior.
 
     Example:
@@ -92,8 +92,8 @@ class Image(Modality):
         """The total variation of a batch of images; None for inputs of another shape."""
         return total_variation(inputs, rounding=rounding) if inputs.ndim == 4 else None
 
-    def mean(self, stored: Tensor) -> Tensor:
-        """Sum whole numbers: that is exact. Some images at a time, as torch sums a copy in the type of the sum."""
+    def typical(self, stored: Tensor) -> Tensor:
+        """The mean, from sums of whole numbers, which are exact, of some images at a time, as torch copies them."""
         total = torch.zeros(stored.shape[1:], dtype=torch.int64, device=stored.device)
         for part in torch.split(stored, max(1, 2**21 // max(1, total.numel()))):
             total += part.sum(dim=0, dtype=torch.int64)

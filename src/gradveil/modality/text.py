@@ -1,23 +1,24 @@
 """Text: token ids whose embedding vectors are the inputs, judged by the words that come back."""
 
-import io
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import DataError, InputError
-from gradveil.core.extras import OptionalModule
-from gradveil.modality.base import MODALITIES, Modality
+from gradveil.modality.base import MODALITIES, Written
 from gradveil.modality.embedded import EmbeddedInput, nearest_rows
-from gradveil.modality.words import Tokenizer
-
-pillow = OptionalModule("PIL.Image", "rendering text")
-drawing = OptionalModule("PIL.ImageDraw", "rendering text")
+from gradveil.modality.words import TOKENIZERS, Tokenizer
+from gradveil.modality.written import Fragment
 
 NOTHING = -1
 """What stands for padding in the ids that metrics compare."""
+
+LENGTH_GAP = math.log(2)
 
 LEAK_SHARE = 0.5
 LEAK_MARGIN = 0.25  # above the blind guess
@@ -25,7 +26,7 @@ LEAK_MARGIN = 0.25  # above the blind guess
 
 @MODALITIES.register("text")
 @dataclass(frozen=True)
-class Text(Modality):
+class Text(Written):
     """Sentences, stored as token ids ``[L]`` padded at the end; the inputs are their embedding vectors ``[L, d]``.
 
     The task is split at the embedding: attacks search vectors, and the nearest row of the table is the token that they
@@ -35,6 +36,8 @@ class Text(Modality):
     Args:
         tokenizer: turns text into ids and back; None in a report, which only shows what an audit has written.
         table: the embedding vectors ``[V, d]`` of all tokens; None: not bound to a model yet.
+        positions: the name of the model's trained parameter with a row for each position, whose gradient tells how long
+            sentences are; None: it has none.
 
     Example:
         >>> from gradveil.modality.words import Words
@@ -47,6 +50,7 @@ class Text(Modality):
 
     tokenizer: Tokenizer | None = None
     table: Tensor | None = field(default=None, compare=False, repr=False)
+    positions: str | None = field(default=None, compare=False, repr=False)
 
     unit = "sentence"
     primary = "rouge_1"
@@ -86,15 +90,28 @@ class Text(Modality):
             )
         return self.table
 
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The tokenizer, by the name of its kind."""
+        if self.tokenizer is None:
+            return {}
+        return {"tokenizer": self.tokenizer.name, **self.tokenizer.settings}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """Text with the tokenizer that `settings` describe."""
+        given = dict(settings)
+        kind = given.pop("tokenizer", None)
+        return replace(self, tokenizer=None if kind is None else TOKENIZERS.get(kind)(**given))
+
     # -- inputs -----------------------------------------------------------------------------------------------------
 
     def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
         """``(L, d)``; ``(L,)`` before the modality is bound."""
         return tuple(stored_shape) if self.table is None else (*stored_shape, self.table.shape[1])
 
-    def model_arguments(self) -> dict[str, int]:
-        """The size of the vocabulary and the id of padding."""
-        return {"vocabulary": self.vocabulary, "padding": self.padding}
+    def model_arguments(self, stored_shape: Sequence[int]) -> dict[str, Any]:
+        """The number of positions, the size of the vocabulary and the id of padding."""
+        return {"input_shape": tuple(stored_shape), "vocabulary": self.vocabulary, "padding": self.padding}
 
     def bind(self, model: nn.Module, stored_shape: Sequence[int], *, withhold: bool = True) -> tuple[nn.Module, "Text"]:
         """The model as a function of embedding vectors, see `EmbeddedInput`, and this modality with its table."""
@@ -102,7 +119,8 @@ class Text(Modality):
         embedded = EmbeddedInput(
             model, length=length, vocabulary=self.vocabulary, padding=self.padding, shared=not withhold
         )
-        return embedded, replace(self, table=embedded.table_now.float().cpu().clone())
+        table = embedded.table_now.float().cpu().clone()
+        return embedded, replace(self, table=table, positions=embedded.positions_weight)
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse anything but ids ``[N, L]`` of the vocabulary, with padding only at the end."""
@@ -152,6 +170,18 @@ class Text(Modality):
         drawn = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
         return rows.mean(0) + rows.std(0, correction=0) * drawn
 
+    def informed(self, start: Tensor, updates: Mapping[str, Tensor]) -> Tensor:
+        """The starting points with padding where no sentence of the batch has a word, see `lengths_of`.
+
+        Nothing flows through padding, so a search that follows slopes leaves it there.
+        """
+        if self.positions is None or self.positions not in updates:
+            return start
+        lengths = lengths_of(updates[self.positions])
+        places = torch.arange(start.shape[-2], device=start.device)
+        padded = places >= lengths.to(start.device).view(-1, *[1] * (start.ndim - 2))
+        return torch.where(padded[..., None], self._bound_table.to(start)[self.padding], start)
+
     def project(self, inputs: Tensor) -> Tensor:
         """Any vector may be tried."""
         return inputs
@@ -169,7 +199,15 @@ class Text(Modality):
         tokens = self.tokens_of(inputs)
         return torch.where(tokens == self.padding, NOTHING, tokens)
 
-    def mean(self, stored: Tensor) -> Tensor:
+    def distances(self, originals: Tensor, found: Tensor) -> Tensor:
+        """The number of tokens that two sentences do not share; the squared distance decides between equals."""
+        bags = [[Counter(row) for row in self.compared(inputs).tolist()] for inputs in (originals, found)]
+        length = originals.shape[1]
+        apart = [[length - (one & other).total() for other in bags[1]] for one in bags[0]]
+        square = super().distances(originals, found)
+        return torch.tensor(apart, dtype=square.dtype, device=square.device) + square / (1 + square.sum())
+
+    def typical(self, stored: Tensor) -> Tensor:
         """The most frequent tokens, each once, as many as a sentence of median length has."""
         real = stored != self.padding
         counts = stored[real].long().bincount(minlength=self.vocabulary)
@@ -200,15 +238,43 @@ class Text(Modality):
             return "order"
         return "words" if gained("token_recall", LEAK_MARGIN, LEAK_SHARE) else None
 
-    def render(self, examples: Tensor) -> bytes:
-        """Write one sentence per line."""
-        size = self.rendered_size(examples.shape[1:], len(examples))
-        picture = pillow.new("L", size, 255)
-        drawing.Draw(picture).multiline_text((4, 4), "\n".join(self.sentences(self.repaired(examples))), fill=0)
-        content = io.BytesIO()
-        picture.save(content, format="PNG")
-        return content.getvalue()
+    def write(self, examples: Tensor, originals: Tensor | None) -> list[list[Fragment]]:
+        """The tokens of each sentence; one that the original also has, as often as that, was recovered."""
+        pieces, tokens = self.pieces(examples), self.compared(examples).tolist()
+        if originals is None:
+            return [[Fragment(piece) for piece in sentence] for sentence in pieces]
+        left = [Counter(row) for row in self.compared(originals).tolist()]
+        written = []
+        for sentence, row, counts in zip(pieces, tokens, left, strict=True):
+            found = [token for token in row if token != NOTHING]
+            fragments = []
+            for piece, token in zip(sentence, found, strict=True):
+                fragments.append(Fragment(piece, counts[token] > 0))
+                counts[token] -= 1
+            written.append(fragments)
+        return written
 
-    def rendered_size(self, input_shape: Sequence[int], count: int) -> tuple[int, int]:
-        """Room for words of about seven letters."""
-        return 8 + 48 * input_shape[0], 8 + 16 * count
+
+def lengths_of(position_gradients: Tensor) -> Tensor:
+    """How many positions are in use, ``[victims]``, by the gradients ``[victims, L, d]`` of learned positions.
+
+    The rows behind the end of the longest sentence of a batch are zero, or all noise of one size if a defense added
+    some. The end is where the logarithms of the rows' norms fall into two parts that differ least within themselves;
+    the norms of both parts must differ by a factor of two on average, else all positions are in use.
+
+    >>> lengths_of(torch.tensor([[[3.0], [2.0], [0.0], [0.0]], [[3.0], [2.0], [2.0], [2.5]]]))
+    tensor([2, 4])
+    """
+    norms = position_gradients.flatten(2).double().norm(dim=2)
+    least = 1e-6 * norms.amax(1, keepdim=True).clamp_min(torch.finfo(norms.dtype).tiny)
+    logs = norms.maximum(least).log()
+    ends = []
+    for row in logs:
+        best, end = float(row.var(correction=0)) * len(row), len(row)
+        for cut in range(1, len(row)):
+            parts = row[:cut], row[cut:]
+            within = sum(float((part - part.mean()).square().sum()) for part in parts)
+            if within < best and float(parts[0].mean() - parts[1].mean()) > LENGTH_GAP:
+                best, end = within, cut
+        ends.append(end)
+    return torch.tensor(ends)

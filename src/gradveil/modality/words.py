@@ -1,16 +1,32 @@
 """Tokenizers: how text becomes token ids and back."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, Self
+
+from gradveil.core.registry import Registry
 
 PADDING, UNKNOWN = "<pad>", "<unk>"
 
 
 class Tokenizer(Protocol):
-    """What `Text` needs to know about a vocabulary; `Words` is one, and a pretrained model brings its own."""
+    """What `Text` needs to know about a vocabulary; `Words` is one, and a pretrained model brings its own.
+
+    Its class is registered in `TOKENIZERS`, so that other processes can build the same one from its `settings`.
+    """
+
+    name: ClassVar[str]
+    """The name under which its class is registered."""
+
+    @classmethod
+    def of(cls, texts: Iterable[str]) -> Self:
+        """The tokenizer for a data set with these training texts; a pretrained one does not look at them."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The arguments that build it again, as JSON."""
 
     @property
     def size(self) -> int:
@@ -27,6 +43,10 @@ class Tokenizer(Protocol):
         """The text of each token, with the blank before it if there is one: joined, they are the text."""
 
 
+TOKENIZERS: Registry[Tokenizer] = Registry("tokenizer")
+
+
+@TOKENIZERS.register("words")
 @dataclass(frozen=True)
 class Words:
     """A vocabulary of whole words, which are what stands between blanks; ids 0 and 1 are padding and unknown words.
@@ -42,14 +62,25 @@ class Words:
         'a good film'
     """
 
+    name: ClassVar[str]
+
     words: tuple[str, ...]
 
+    def __post_init__(self) -> None:
+        """Take a list too, as JSON has it."""
+        object.__setattr__(self, "words", tuple(self.words))
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The words."""
+        return {"words": list(self.words)}
+
     @classmethod
-    def of(cls, texts: Iterable[str], most: int | None = None) -> "Words":
-        """The vocabulary of some texts: the most frequent words first, at most `most` of them."""
+    def of(cls, texts: Iterable[str]) -> Self:
+        """The vocabulary of some texts, the most frequent words first."""
         counts = Counter(word for text in texts for word in text.split())
         order = sorted(counts, key=lambda word: (-counts[word], word))
-        return cls(tuple(order[:most]))
+        return cls(tuple(order))
 
     @property
     def size(self) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from gradveil.core import checks
 from gradveil.core.errors import GradveilError, InputError, ParameterError
 from gradveil.core.plugins import neighbours, place_of, run_code
-from gradveil.core.registry import Registry
+from gradveil.core.registry import Registry, parameter_names
 
 REGISTRY = Registry[nn.Module]("model")
 
@@ -148,11 +148,13 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
     Args:
         name: one of `names()`, or ``FILE.py@FUNCTION`` for a model of your own: the file is run as Python code with
             the caller's privileges and may import the modules next to it; the function, which must return the module,
-            is called with `input_shape`, `classes` and the parameters. Never name a file that you would not run.
-        input_shape: channels, height and width of one image.
+            is called with `input_shape`, `classes` and the parameters (for text, also with `vocabulary` and
+            `padding`). Never name a file that you would not run.
+        input_shape: channels, height and width of one image; the number of positions of a text.
         classes: the number of logits.
         seed: seed of the initial weights; the same seed gives the same weights.
         parameters: parameters of the model, for example ``activation="relu"`` or ``init="uniform"``; see `describe`.
+            A model of text also needs `vocabulary` and `padding`.
 
     >>> model = create("lenet", input_shape=(3, 32, 32), classes=10, init="uniform")
     >>> sum(parameter.numel() for parameter in model.parameters())
@@ -163,6 +165,7 @@ def create(name: str, /, *, input_shape: Sequence[int], classes: int, seed: int 
         torch.manual_seed(seed)
         if "@" in name or name.endswith(".py"):
             return _create_from_file(name, input_shape=input_shape, classes=classes, **parameters)
+        _check_takes(name, input_shape, text="vocabulary" in parameters)
         return REGISTRY.create(name, input_shape=input_shape, classes=classes, **parameters)
 
 
@@ -185,6 +188,24 @@ def describe(name: str) -> Description:
         if parameter.kind is parameter.KEYWORD_ONLY
     }
     return Description(summary, factory.paper, parameters)
+
+
+def _check_takes(name: str, input_shape: Sequence[int], *, text: bool) -> None:
+    """Refuse text for a model of images, and the other way round."""
+    if text == takes_text(name):
+        return
+    others = ", ".join(other for other in names() if takes_text(other) == text)
+    got = "token ids" if text else f"inputs of shape {tuple(input_shape)} and no vocabulary"
+    raise InputError(f"{name}: expected {'images' if text else 'text'}, got {got}; use one of {others}, or other data")
+
+
+def takes_text(name: str) -> bool:
+    """Whether the model called `name` takes token ids.
+
+    >>> takes_text("text-transformer"), takes_text("lenet")
+    (True, False)
+    """
+    return "vocabulary" in parameter_names(REGISTRY.get(name))
 
 
 def _create_from_file(reference: str, **arguments: object) -> nn.Module:

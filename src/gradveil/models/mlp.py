@@ -5,12 +5,15 @@ from math import prod
 
 from torch import nn
 
+from gradveil.core import checks
 from gradveil.models.base import REGISTRY, ImageClassifier, activation_layer, image_shape
+
+WIDTH = 200
 
 
 @REGISTRY.register("mlp")
 class Mlp(ImageClassifier):
-    """Two hidden layers of 200 units, the "2NN" of the FedAvg paper; takes images of any size.
+    """Two hidden layers of 200 units, the "2NN" of the FedAvg paper; takes images of any size and rows of tables.
 
     The gradient of a first linear layer with a bias reveals its input in closed form, which makes this the
     easiest victim of all. 199,210 parameters for MNIST.
@@ -20,7 +23,7 @@ class Mlp(ImageClassifier):
         from Decentralized Data, AISTATS 2017. https://arxiv.org/abs/1602.05629
 
     Args:
-        input_shape: channels, height and width of one image.
+        input_shape: channels, height and width of one image, or the number of values of a row.
         classes: the number of logits.
         activation: "relu", "leaky-relu", "sigmoid" or "gelu".
         init: "default" (torch's) or "uniform" (every parameter from uniform(-.5, .5)).
@@ -37,9 +40,19 @@ class Mlp(ImageClassifier):
     ) -> None:
         features = nn.Sequential(
             nn.Flatten(),
-            nn.Linear(prod(image_shape(self.name, input_shape)), 200),
+            nn.Linear(_values(self.name, input_shape), WIDTH),
             activation_layer(self.name, activation),
-            nn.Linear(200, 200),
+            nn.Linear(WIDTH, WIDTH),
             activation_layer(self.name, activation),
         )
         super().__init__(features, input_shape, classes, init=init)
+
+    def _checked_feature_count(self, input_shape: Sequence[int]) -> int:
+        return WIDTH
+
+
+def _values(owner: str, input_shape: Sequence[int]) -> int:
+    """How many values an input has."""
+    if isinstance(input_shape, Sequence) and len(input_shape) == 1:
+        return checks.integer(owner, "input_shape[0]", input_shape[0], low=1)
+    return prod(image_shape(owner, input_shape))

@@ -1,28 +1,27 @@
 """SmolLM2-135M, a small language model, and decoders of its kind of any size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradveil.core.errors import DataError
+from gradveil.core.errors import DataError, ParameterError
 from gradveil.core.tensors import first_mismatch
 from gradveil.data import catalog
-from gradveil.data.byte_pairs import BytePairs, read_tokenizer
+from gradveil.data.byte_pairs import SMOLLM2, SMOLLM2_PADDING
 from gradveil.data.npz import read_arrays
 from gradveil.data.places import find, missing
 from gradveil.models.attention import AttentionBlock
+from gradveil.models.base import REGISTRY
+from gradveil.models.text_base import text_length
 
-NAME = "smollm2"
-"""The name of its weights in the catalogue."""
-PADDING = 2
-"""The token ``<|im_end|>``, which ends a text and fills the places after it."""
-
-_REMEDY = f"get the right file: {catalog.entry(NAME).how}"
+_REMEDY = f"get the right file: {catalog.entry(SMOLLM2).how}"
 
 
 @dataclass(frozen=True)
@@ -188,7 +187,7 @@ class Decoder(nn.Module):
         torch.Size([1, 10, 3])
     """
 
-    def __init__(self, size: Size, classes: int | None = None, padding: int = PADDING) -> None:
+    def __init__(self, size: Size, classes: int | None = None, padding: int = SMOLLM2_PADDING) -> None:
         super().__init__()
         self.size, self.padding = size, padding
         self.embedding = nn.Embedding(size.vocabulary, size.width)
@@ -227,18 +226,65 @@ class Decoder(nn.Module):
         return entering
 
 
-def load(path: Path | None = None, classes: int | None = None) -> Decoder:
-    """SmolLM2-135M; anything but its tensors, all finite, is refused. A classifier's last layer is at random.
+@REGISTRY.register(SMOLLM2)
+class SmolLM2(Decoder):
+    """Text: SmolLM2-135M, a pretrained decoder, with a linear classifier on a text's last token; needs its tokenizer.
+
+    30 blocks of width 576 with 9 query and 3 key heads, as ``gradveil data get smollm2`` fetches them; the classifier
+    is at random. Data must have its tokens: ``sst2:tokenizer=smollm2``.
+
+    References:
+        Ben Allal et al., SmolLM2: When Smol Goes Big, 2025. https://arxiv.org/abs/2502.02737
+
+    Args:
+        input_shape: the number of positions, ``(L,)``.
+        classes: the number of logits.
+        vocabulary: the number of tokens, which must be its own.
+        padding: the token that fills the places after a text.
+
+    Example:
+        >>> SmolLM2((16,), 2, vocabulary=49152).classifier  # doctest: +SKIP
+        Linear(in_features=576, out_features=2, bias=True)
+    """
+
+    name: ClassVar[str]
+    paper = "Ben Allal et al., SmolLM2: When Smol Goes Big, arXiv 2025"
+
+    def __init__(
+        self, input_shape: Sequence[int], classes: int, vocabulary: int, padding: int = SMOLLM2_PADDING
+    ) -> None:
+        text_length(self.name, input_shape)
+        if vocabulary != Size().vocabulary:
+            raise ParameterError(
+                f"{self.name}: needs texts in its own {Size().vocabulary:,} tokens, got a vocabulary of "
+                f"{vocabulary:,}; write the data set with :tokenizer={self.name}"
+            )
+        super().__init__(Size(), classes, padding)
+        load_weights(self)
+
+
+def language_model(path: Path | None = None) -> Decoder:
+    """SmolLM2-135M as a language model.
 
     Args:
         path: the npz file; None: what ``gradveil data get smollm2`` fetched.
-        classes: number of classes of texts; None: a language model.
     """
-    path = _path(path)
     with torch.device("meta"):
-        decoder = Decoder(Size(), classes)
-    head = {} if classes is None else nn.Linear(Size().width, classes).state_dict(prefix="classifier.")
-    expected = {name: value for name, value in decoder.state_dict().items() if name not in head}
+        decoder = Decoder(Size())
+    return load_weights(decoder, path)
+
+
+def load_weights(decoder: Decoder, path: Path | None = None) -> Decoder:
+    """Give a decoder of SmolLM2's size its weights, all but those of a classifier; other tensors are refused.
+
+    Args:
+        decoder: the decoder, which is changed and returned.
+        path: the npz file; None: what ``gradveil data get smollm2`` fetched.
+    """
+    path = path or find(SMOLLM2)
+    if path is None:
+        raise missing(SMOLLM2)
+    expected = {name: value for name, value in decoder.state_dict().items() if not name.startswith("classifier.")}
     arrays = {name: array for name, array in read_arrays(path, expected).items() if array.dtype.kind == "f"}
     tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in arrays.items()}
     if mismatch := first_mismatch(expected, tensors):
@@ -247,24 +293,5 @@ def load(path: Path | None = None, classes: int | None = None) -> Decoder:
     for name, value in tensors.items():
         if not value.isfinite().all():
             raise DataError(f"{path}: expected finite numbers, got others in {name!r}; {_REMEDY}")
-    decoder.load_state_dict({**tensors, **head}, assign=True)
+    decoder.load_state_dict(tensors, strict=False, assign=True)
     return decoder.requires_grad_(True)
-
-
-def load_tokenizer(path: Path | None = None) -> BytePairs:
-    """The tokenizer of SmolLM2.
-
-    Args:
-        path: the npz file; None: what ``gradveil data get smollm2`` fetched.
-    """
-    tokenizer = read_tokenizer(path := _path(path), PADDING)
-    if tokenizer.size != Size().vocabulary:
-        raise DataError(f"{path}: expected {Size().vocabulary:,} tokens, got {tokenizer.size:,}; {_REMEDY}")
-    return tokenizer
-
-
-def _path(path: Path | None) -> Path:
-    path = path or find(NAME)
-    if path is None:
-        raise missing(NAME)
-    return path

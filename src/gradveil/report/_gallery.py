@@ -6,21 +6,33 @@ from dataclasses import dataclass
 
 from gradveil.audit.rows import MethodId, ResultRow
 from gradveil.audit.store import BLIND_GUESS
+from gradveil.modality import Drawn, Fragment
+from gradveil.modality.written import from_file
 from gradveil.report import _images as images
 from gradveil.report._scores import primary_of, score
 from gradveil.report.read import Audit, title
 
 MAX_VICTIMS = 12  # shown in a figure; the tables count all of them
+MAX_WRITTEN = 6  # of written examples, which take more room
 
 
 @dataclass(frozen=True)
 class Shot:
-    """One picture with its caption and description; `leaked` is None if there is nothing to judge."""
+    """One picture or text with its caption and description; `leaked` is None if there is nothing to judge.
 
-    uri: str | None
+    A picture has a `uri`, a text the fragments of each of its `examples`; a shot that is missing has neither.
+    """
+
     caption: str
     description: str
     leaked: bool | None = None
+    uri: str | None = None
+    examples: Sequence[Sequence[Fragment]] = ()
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is nothing to show."""
+        return self.uri is None and not self.examples
 
 
 @dataclass(frozen=True)
@@ -83,7 +95,7 @@ def _shots(audit: Audit, name: str, rows: Sequence[ResultRow]) -> list[Shot]:
 
 def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
     if row is None:
-        return Shot(None, "not run", f"{name}: not run yet")
+        return Shot("not run", f"{name}: not run yet")
     leaked = None if row.defense_spec is None else row.leaked  # a blind guess is not judged
     suffix = "" if leaked is None else f", leaked by {row.leak_rule}" if leaked else ", not leaked"
     values = [
@@ -98,6 +110,38 @@ def _attempt_shot(audit: Audit, name: str, row: ResultRow | None) -> Shot:
 
 def _shot(audit: Audit, content: bytes | None, caption: str, description: str, leaked: bool | None = None) -> Shot:
     if content is None:
-        return Shot(None, caption, f"{description} (no {audit.modality.unit})", leaked)
+        return Shot(caption, f"{description} (no {audit.modality.unit})", leaked)
+    if not isinstance(audit.modality, Drawn):
+        return Shot(caption, description, leaked, examples=from_file(content))
     encoded = base64.b64encode(content).decode()
-    return Shot(f"data:image/png;base64,{encoded}", caption, description, leaked)
+    return Shot(caption, description, leaked, uri=f"data:image/png;base64,{encoded}")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A written example in a figure: whose it is, the names of its columns, if it has any, and its row of each strip.
+
+    `lines` has, for each strip, the strip, the shot of the victim and the fragments of the example; None: they are
+    missing.
+    """
+
+    title: str
+    columns: Sequence[str]
+    lines: Sequence[tuple[Strip, Shot, Sequence[Fragment] | None]]
+
+
+def pages(audit: Audit, strips: Sequence[Strip]) -> list[Page]:
+    """The first written examples of a figure, each as the client has it beside what was recovered of it."""
+    names, found = victim_names(audit), list[Page]()
+    places = [(victim, example) for victim in _shown_victims(audit) for example in range(audit.examples)]
+    for victim, example in places[:MAX_WRITTEN]:
+        lines = [(strip, shot, _at(shot.examples, example)) for strip in strips for shot in [strip.shots[victim]]]
+        original = lines[0][2] or ()
+        number = f", {audit.modality.unit} {example + 1} of {audit.examples}" if audit.examples > 1 else ""
+        columns = [fragment.column for fragment in original] if any(part.column for part in original) else []
+        found.append(Page(f"Victim {victim + 1} ({names[victim]}){number}", columns, lines))
+    return found
+
+
+def _at(examples: Sequence[Sequence[Fragment]], place: int) -> Sequence[Fragment] | None:
+    return examples[place] if place < len(examples) else None

@@ -71,7 +71,7 @@ def overview(audit: Audit) -> Image.Image:
 
 def _rows(audit: Audit) -> list[_Row]:
     victims = range(min(audit.victims, MAX_VICTIMS))
-    originals = [images.decode(images.original(audit, victim)) for victim in victims]
+    originals = [images.decode(audit, images.original(audit, victim)) for victim in victims]
     rows = [_Row([("original", NAME, INK)], originals, [False for _ in victims])]
     return rows + [_defense_row(audit, defense, victims) for defense in audit.defenses]
 
@@ -93,7 +93,7 @@ def _defense_row(audit: Audit, defense: str, victims: Sequence[int]) -> _Row:
     return _Row(
         label,
         [
-            images.decode(images.reconstruction(audit, by_victim[victim])) if victim in by_victim else None
+            images.decode(audit, images.reconstruction(audit, by_victim[victim])) if victim in by_victim else None
             for victim in victims
         ],
         [victim in by_victim and by_victim[victim].leaked for victim in victims],

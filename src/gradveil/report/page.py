@@ -11,8 +11,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from gradveil.core.folders import replace_file
+from gradveil.modality import Drawn
 from gradveil.report._evidence import RULE
-from gradveil.report._gallery import figures, victim_names
+from gradveil.report._gallery import MAX_WRITTEN, figures, pages, victim_names
 from gradveil.report._glossary import glossary
 from gradveil.report._picture import write_overview
 from gradveil.report._scatter import Chart, Line, Point, Scale, layout, pareto
@@ -89,8 +90,10 @@ def render(audit: Audit) -> str:
         audit=audit,
         verdict=judge(audit),
         figures=shown,
+        pages=None if isinstance(audit.modality, Drawn) else partial(pages, audit),
+        max_written=MAX_WRITTEN,
         victim_names=victim_names(audit),
-        absent=sum(shot.uri is None for strips in shown.values() for strip in strips for shot in strip.shots),
+        absent=sum(shot.missing for strips in shown.values() for strip in strips for shot in strip.shots),
         **tables,
         glossary=glossary(audit, tables.values()),
         stop_rule=RULE,

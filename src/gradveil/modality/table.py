@@ -1,0 +1,259 @@
+"""Rows of a table: numeric columns scaled to [0, 1] and one-hot blocks for categories, judged cell by cell."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from gradveil.core.errors import DataError
+from gradveil.core.parameters import state
+from gradveil.modality.base import MODALITIES, Written
+from gradveil.modality.written import Fragment
+
+TOLERANCE = 0.05
+"""The share of a numeric column's range by which a recovered cell may be wrong."""
+FIRST_CODE = 2.0
+"""The number that stands for the first category in compared rows; numeric cells lie below, from 0 to 1."""
+LEAST_CELLS = 50.0  # %
+_NAN = 0.5  # never wrong by more than half the range
+
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        name: its heading.
+        low: the smallest value of a numeric column in the training data; it becomes 0.
+        high: the largest one; it becomes 1.
+        whole: whether all values are whole numbers, so that they are shown without decimals.
+        categories: the values of a categorical column; empty if it is numeric.
+
+    Example:
+        >>> Column("age", 17, 90).width, Column("sex", categories=("female", "male")).width
+        (1, 2)
+    """
+
+    name: str
+    low: float = 0.0
+    high: float = 1.0
+    whole: bool = False
+    categories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.categories) == 1 or (not self.categories and not self.low < self.high):
+            raise DataError(f"column {self.name!r}: expected at least two different values, got one")
+
+    @property
+    def width(self) -> int:
+        """How many values of an input it takes."""
+        return len(self.categories) or 1
+
+
+@MODALITIES.register("table")
+@dataclass(frozen=True)
+class Table(Written):
+    """Rows of a table, stored as float32 ``[columns]``: numbers as they are, categories by their index.
+
+    As an input, a numeric cell is scaled to [0, 1] by the range of its column in the training data (numbers outside
+    are clamped) and a categorical cell is a block of zeros with a one. Attacks search soft blocks, which are not
+    negative and sum to one; the largest value of a block decides which category was found.
+
+    Args:
+        columns: what is known about each column; empty if only the words for reports are needed.
+
+    Example:
+        >>> table = Table(columns=(Column("age", 17, 90, whole=True), Column("sex", categories=("female", "male"))))
+        >>> inputs = table.inputs_of(torch.tensor([[17.0, 1.0], [90.0, 0.0]]))
+        >>> inputs
+        tensor([[0., 0., 1.],
+                [1., 1., 0.]])
+        >>> [fragment.text for fragment in table.write(inputs, None)[0]]
+        ['17', 'male']
+        >>> table.project(torch.tensor([[1.5, 0.3, 0.3]]))
+        tensor([[1.0000, 0.5000, 0.5000]])
+        >>> table.leak_rule({"cells": 90.0}, {"cells": 60.0}), table.leak_rule({"cells": 70.0}, {"cells": 60.0})
+        ('cells', None)
+    """
+
+    unit = "row"
+    primary = "cells"
+    dimensions = 1
+    bounds = (0.0, 1.0)
+    guess = "the column medians and most frequent categories of the class"
+    rule = (
+        f"share of recovered cells of at least {LEAST_CELLS:g} %, and at least halfway from the blind guess's share to "
+        f"100 % (a number counts as recovered within {TOLERANCE:.0%} of its column's range, a category if it is exact)"
+    )
+    threshold = LEAST_CELLS
+    margin = "at least halfway to all cells from"
+
+    columns: tuple[Column, ...] = state(())
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The columns."""
+        return {"columns": [[one.name, one.low, one.high, one.whole, [*one.categories]] for one in self.columns]}
+
+    def with_settings(self, settings: Mapping[str, Any]) -> Self:
+        """The table with these columns."""
+        columns = (
+            Column(name, low, high, whole, tuple(categories))
+            for name, low, high, whole, categories in settings["columns"]
+        )
+        return type(self)(columns=tuple(columns))
+
+    def check_stored(self, where: str, stored: Tensor) -> None:
+        """Refuse anything but finite ``float32 [N, columns]`` with the indices of known categories."""
+        if stored.dtype != torch.float32 or stored.ndim != 2 or stored.shape[1] != len(self.columns):
+            raise DataError(
+                f"{where} rows must be float32 [N, {len(self.columns)}], "
+                f"got {str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
+            )
+        if not bool(stored.isfinite().all()):
+            raise DataError(f"{where} rows must be finite, got NaN or infinity")
+        for column, values in zip(self.columns, stored.T, strict=True):
+            known = torch.isin(values, torch.arange(len(column.categories), dtype=stored.dtype, device=stored.device))
+            if column.categories and not bool(known.all()):
+                raise DataError(
+                    f"{where} rows must have an index below {len(column.categories)} in the categorical column "
+                    f"{column.name!r}, got {values[~known][0].item():g}"
+                )
+
+    def input_shape(self, stored_shape: Sequence[int]) -> tuple[int, ...]:
+        """One value for each numeric column and one for each category."""
+        return (sum(column.width for column in self.columns),)
+
+    def inputs_of(self, stored: Tensor) -> Tensor:
+        """Scale numbers and expand categories."""
+        parts = []
+        for column, values in zip(self.columns, stored.T, strict=True):
+            if column.categories:
+                parts.append(torch.nn.functional.one_hot(values.long(), column.width).to(stored.dtype))
+            else:
+                parts.append(((values - column.low) / (column.high - column.low)).clamp(0, 1)[:, None])
+        return torch.cat(parts, 1)
+
+    def start(
+        self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Uniform numbers, and blocks that are uniform among all that sum to one."""
+        drawn = torch.rand(tuple(shape), generator=generator, dtype=dtype, device=device)
+
+        def spread(block: Tensor) -> Tensor:
+            exponential = -torch.log1p(-block)
+            return exponential / exponential.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+
+        return self.project(self._by_column(drawn, lambda numbers: numbers, spread))
+
+    def project(self, inputs: Tensor) -> Tensor:
+        """Clamp numbers to [0, 1], and move blocks to the nearest point of the simplex."""
+        return self._by_column(inputs, lambda numbers: numbers.clamp(0, 1), nearest_on_simplex)
+
+    def decode(self, found: Tensor) -> Tensor:
+        """The category with the largest value of each block."""
+
+        def largest(block: Tensor) -> Tensor:
+            return torch.nn.functional.one_hot(block.argmax(-1), block.shape[-1]).to(block.dtype)
+
+        return self._by_column(found, lambda numbers: numbers, largest)
+
+    def repaired(self, found: Tensor) -> Tensor:
+        """Finite and in range, with NaN as the middle of the range."""
+        return self.project(found.nan_to_num(nan=_NAN))
+
+    def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
+        """How undecided the blocks are, :math:`1 - |p|^2`, on average; 0 if all are settled."""
+        blocks = [inputs[..., place].square().sum(-1) for place in self._places if place.stop - place.start > 1]
+        return (1 - torch.stack(blocks)).mean() if blocks else inputs.sum() * 0
+
+    def compared(self, inputs: Tensor) -> Tensor:
+        """One number for each cell ``[N, columns]``: scaled numbers, and `FIRST_CODE` or more for categories."""
+        parts = [inputs[..., place] for place in self._places]
+        cells = [part[..., 0] if part.shape[-1] == 1 else FIRST_CODE + part.argmax(-1) for part in parts]
+        return torch.stack(cells, -1)
+
+    def distances(self, originals: Tensor, found: Tensor) -> Tensor:
+        """The number of cells that are not recovered; the squared distance decides between equals."""
+        wrong = ~recovered(self.compared(originals)[:, None], self.compared(found)[None])
+        return wrong.sum(-1) + 1e-6 * super().distances(originals, found)
+
+    def typical(self, stored: Tensor) -> Tensor:
+        """The median of each numeric column and the most frequent category of each other one."""
+        cells = [
+            values.mode().values if column.categories else values.median()
+            for column, values in zip(self.columns, stored.T, strict=True)
+        ]
+        return self.inputs_of(torch.stack(cells)[None])[0]
+
+    def leak_rule(self, scores: Mapping[str, float | None], blind: Mapping[str, float | None] | None) -> str | None:
+        """Whether an attack has recovered at least half of what the blind guess misses.
+
+        Since columns have typical values, the blind guess gets many cells right. Half of the other cells is more than
+        any other row of the class has in common with this one by chance (`docs/tables.md` has the figures).
+        """
+        cells, guess = scores["cells"], None if blind is None else blind["cells"]
+        if cells is None or cells < max(LEAST_CELLS, (100 + (guess or 0.0)) / 2):
+            return None
+        return None if guess is not None and cells <= guess else "cells"
+
+    def write(self, examples: Tensor, originals: Tensor | None) -> list[list[Fragment]]:
+        """The cells of each row, of which those that were recovered are marked."""
+        cells = self.compared(examples)
+        marks = None if originals is None else recovered(self.compared(originals), cells).tolist()
+        return [
+            [
+                Fragment(self._text(column, cell), None if marks is None else marks[number][place], column.name)
+                for place, (column, cell) in enumerate(zip(self.columns, row, strict=True))
+            ]
+            for number, row in enumerate(cells.tolist())
+        ]
+
+    def _text(self, column: Column, cell: float) -> str:
+        if column.categories:
+            return column.categories[round(cell - FIRST_CODE)]
+        value = column.low + cell * (column.high - column.low)
+        return f"{value:.0f}" if column.whole else f"{value:.4g}"
+
+    @cached_property
+    def _places(self) -> list[slice]:
+        """Where the values of each column are in an input."""
+        ends = torch.tensor([0, *(column.width for column in self.columns)]).cumsum(0).tolist()
+        return [slice(start, stop) for start, stop in pairwise(ends)]
+
+    def _by_column(self, inputs: Tensor, numbers: Change, blocks: Change) -> Tensor:
+        """Change the numeric columns and the blocks of inputs."""
+        parts = [inputs[..., place] for place in self._places]
+        return torch.cat([blocks(part) if part.shape[-1] > 1 else numbers(part) for part in parts], -1)
+
+
+def recovered(originals: Tensor, found: Tensor) -> Tensor:
+    """Whether each cell of rows, as `Table.compared` has them, was recovered; different categories are 1 apart."""
+    return (originals - found).abs() <= TOLERANCE
+
+
+def nearest_on_simplex(block: Tensor) -> Tensor:
+    """The nearest points with values of at least 0 that sum to one, along the last axis; NaN stays NaN.
+
+    A block that already is one is not changed. The others are moved by the same amount in each value and cut off at
+    0 (max(v - t, 0)), where t follows from the sorted values (Duchi et al., ICML 2008).
+
+    >>> nearest_on_simplex(torch.tensor([0.75, 0.75, -1.0]))
+    tensor([0.5000, 0.5000, 0.0000])
+    """
+    width = block.shape[-1]
+    rounding = 4 * width * torch.finfo(block.dtype).eps
+    valid = (block >= 0).all(-1, keepdim=True) & ((block.sum(-1, keepdim=True) - 1).abs() <= rounding)
+    # The same shift for all values changes nothing, nor does it matter how far one is from the largest beyond 1.
+    shifted = (block - block.amax(-1, keepdim=True)).clamp_min(-1)
+    ordered = shifted.sort(-1, descending=True).values
+    counts = torch.arange(1, width + 1, dtype=block.dtype, device=block.device)
+    shifts = (ordered.cumsum(-1) - 1) / counts
+    kept = (ordered > shifts).sum(-1, keepdim=True).clamp_min(1)
+    return torch.where(valid, block, (shifted - shifts.gather(-1, kept - 1)).clamp_min(0))
