@@ -76,15 +76,19 @@ PORTFOLIO = (
     Member("first-layer"),
     Member("april"),
     Member("spear"),
+    Member("dager"),
     Member("peel", 400),
     Member("idlg", 1000),
     Member("inverting-gradients:optimiser=lbfgs,tv=0.01", 500),
     Member("inverting-gradients:optimiser=lbfgs,tv=0.001", 500),
     Member("inverting-gradients:lr=0.1,tv=0.001", 4000),
+    Member("inverting-gradients:optimiser=lbfgs,tv=0", 500, unless="inverting-gradients:optimiser=lbfgs,tv=0.01"),
+    Member("tag", 1000, unless="inverting-gradients:optimiser=lbfgs,tv=0.01"),
     Member("dlg", 1000, unless="idlg"),
     Member("lti:directions=300,draws=8,hidden=512,epochs=40"),
 )
-"""Closed forms, gradient matching in forms that suit smooth, ReLU and deep networks, and learning. Attacks that need a
+"""Closed forms, gradient matching in forms that suit smooth, ReLU and deep networks, inputs with and
+without a prior, and text, and learning. Attacks that need a
 generator or an active server are not among them."""
 
 
