@@ -48,7 +48,7 @@ def _observed_by(member: _portfolio.Member, case: Row, session: Session) -> case
     learning = Learning(derived_generator(case["seed"], "held-out"))
     calibration = Calibration.of(unfitted.prepared.task, threat, learning)
     price = calibration.price(member)
-    attack = member.attack(price.iterations(case["work"], least=1))
+    attack = member.within(case["work"], price, least=1)
     if attack.needs_public:
         attack = calibration.learned(attack, case["work"] * case["victims"], session.progress)
     return cases.observe(replace(unfitted, attack=attack))

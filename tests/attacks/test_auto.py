@@ -7,11 +7,13 @@ import gradveil
 from gradveil.attacks import _portfolio
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._portfolio import Calibration, Member, Price, Trial, best_policy, distances
+from gradveil.attacks.auto import Auto
 from gradveil.attacks.findings import Reconstruction
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.work import nominal_seconds
 from gradveil.modality import IMAGE
 
+attack_with = Auto._attack_with
 SMALL = (Member("idlg", 50), Member("inverting-gradients:optimiser=lbfgs,tv=0.001", 20))
 
 
@@ -65,11 +67,29 @@ def test_work_is_counted_and_repeats():
 
 
 def test_iterations_follow_the_budget(tiny_task):
-    learning = Learning(torch.Generator().manual_seed(0))
-    price = Calibration.of(tiny_task, gradveil.ThreatModel(), learning).price(Member("idlg", 1000))
+    learning, member = Learning(torch.Generator().manual_seed(0)), Member("idlg", 1000)
+    price = Calibration.of(tiny_task, gradveil.ThreatModel(), learning).price(member)
     assert price.step > 0
-    affordable = price.iterations(price.seconds(300), least=20)
-    assert affordable == pytest.approx(300, abs=1)
+    affordable = member.within(price.base + 300 * price.step, price, least=20)
+    assert affordable.iterations == pytest.approx(300, abs=1)
+    again = member.within(3.5 * (price.base + 1000 * price.step), price, least=20)
+    assert (again.iterations, again.restarts) == (1000, 3)
+
+
+def test_a_surprising_victim_meets_the_next_member_too(monkeypatch, tiny_task, tiny_batch):
+    monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", SMALL)
+    threat = gradveil.ThreatModel()
+    attack = gradveil.attack("auto", seconds=0.1).fit(tiny_task, threat, generator=torch.Generator().manual_seed(0))
+    ran = []
+    monkeypatch.setattr(
+        "gradveil.attacks.auto.Auto._attack_with",
+        lambda self, spec, problem, progress: ran.append(spec) or attack_with(self, spec, problem, progress),
+    )
+    plain = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
+    noisy = {name: value + 100 for name, value in plain.items()}
+    attack.reconstruct(tiny_task, noisy, threat)
+    assert ran == [*attack.chosen["members"], *attack.chosen["substitutes"]][: len(ran)]
+    assert len(ran) == len(attack.chosen["members"]) + 1
 
 
 @pytest.mark.parametrize("granted", [True, False])

@@ -25,7 +25,7 @@ from gradveil.defenses.base import Batch
 from gradveil.metrics import METRICS, match
 from gradveil.task import Gradients, Task
 
-MOST_RESTARTS = 8
+MOST_RESTARTS = 4
 CLIENTS = 4
 """Simulated clients on which members are tried."""
 FEWEST_PUBLIC = 500
@@ -42,7 +42,7 @@ class Member:
         unless: the spec of a member that is better wherever it applies; this one is tried only where it does not.
 
     Example:
-        >>> Member("idlg", 1000).attack(2500).restarts, Member("idlg", 1000).attack(40).iterations
+        >>> Member("idlg", 1000).attack(40, 2).restarts, Member("idlg", 1000).attack(40).iterations
         (2, 40)
     """
 
@@ -55,15 +55,30 @@ class Member:
         """Whether it neither searches nor learns."""
         return self.steps is None and not self.attack().needs_public
 
-    def attack(self, iterations: int = 1) -> Attack:
-        """The attack with so many iterations in all; what exceeds `steps` becomes restarts."""
+    def attack(self, iterations: int = 1, restarts: int = 1) -> Attack:
+        """The attack with so many iterations, and restarts if it has any."""
         attack = from_spec(self.spec)
         if self.steps is None:
             return attack
-        spent: dict[str, Any] = {"iterations": min(iterations, self.steps)}
+        spent: dict[str, Any] = {"iterations": iterations}
         if "restarts" in declared(attack):
-            spent["restarts"] = max(1, min(iterations // self.steps, MOST_RESTARTS))
+            spent["restarts"] = restarts
         return replace(attack, **spent)  # type: ignore[type-var]
+
+    def within(self, seconds: float, price: "Price", least: int) -> Attack:
+        """The attack as a budget allows it.
+
+        Args:
+            seconds: nominal seconds for each victim.
+            price: what it costs.
+            least: the iterations that it takes at least, whatever they cost.
+        """
+        if self.steps is None:
+            return self.attack()
+        affordable = int((seconds - price.base) / price.step)
+        if affordable < self.steps:
+            return self.attack(max(least, affordable))
+        return self.attack(self.steps, min(MOST_RESTARTS, int(seconds / (price.base + price.step * self.steps))))
 
 
 def from_spec(spec: str) -> Attack:
@@ -101,8 +116,11 @@ class Price:
         step: for each iteration; 0 if it takes none.
 
     Example:
-        >>> Price(base=1.0, step=0.01).iterations(3.0, least=20), Price(base=1.0, step=0.01).iterations(1.0, least=20)
-        (200, 20)
+        >>> idlg, price = Member("idlg", 1000), Price(base=1.0, step=0.01)
+        >>> [idlg.within(seconds, price, least=20).iterations for seconds in (0.5, 3.0, 25.0)]
+        [20, 200, 1000]
+        >>> idlg.within(25.0, price, least=20).restarts
+        2
     """
 
     base: float
@@ -116,14 +134,6 @@ class Price:
             return cls(one, 0.0)
         step = max((nominal_seconds(lambda: run(member.attack(3))) - one) / 2, 1e-6)
         return cls(max(0.0, one - step), step)
-
-    def iterations(self, seconds: float, least: int) -> int:
-        """The iterations that so much time allows, at least `least`."""
-        return max(least, round((seconds - self.base) / self.step)) if self.step else 1
-
-    def seconds(self, iterations: int) -> float:
-        """What so many iterations cost."""
-        return self.base + self.step * iterations
 
 
 @dataclass(frozen=True, eq=False)

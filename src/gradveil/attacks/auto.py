@@ -36,6 +36,8 @@ LEAST_TRIED = 20
 """Iterations that a search is given at least when it is tried, whatever they cost: fewer tell nothing."""
 LEAST = 100
 """The same when it attacks."""
+SURPRISING = 5
+"""How many times larger a victim's distance may be than any simulated client's before the next member is tried too."""
 EXACT = 1e-4
 """Distance below which a closed form explains an update; if it does so for every client, nothing else is tried."""
 LEARNING = 8
@@ -58,7 +60,8 @@ class Auto(Attack):
     the relative distance between what was seen of the victim and what a client with the examples found would have sent.
     The policy with the best median over the simulated clients attacks the victims. What the victims really hold is
     never used. A member that cannot handle the task or the threat model is left out, one that refuses an update is
-    replaced by the next best.
+    replaced by the next best, and if a victim's distance is five times larger than any simulated client's, as it is for
+    an attacker who does not know that there is a defense, the next best member is tried as well.
 
     The budget is counted, not timed (see `gradveil.core.work.nominal_seconds`), so that the same call finds the same on
     every machine, however busy. Trying the portfolio costs as much as attacking four victims. No search is cut to fewer
@@ -144,6 +147,7 @@ class Auto(Attack):
             "members": [str(attack) for attack in armed[: len(policy)]],
             "substitutes": [str(attack) for attack in armed[len(policy) :]],
             "learned": about,
+            "expected": max(distance for trial in policy for distance in trial.distances),
             "closeness": {trial.member.spec: list(trial.closeness) for trial in trials},
             "refused": refused,
         }
@@ -168,7 +172,7 @@ class Auto(Attack):
         share = self.seconds / max(1, len(prices) - len(trials))
         rest = [member for member in prices if not member.is_closed_form]
         for place, member in enumerate(rest):
-            attack = member.attack(prices[member].iterations(share, LEAST_TRIED))
+            attack = member.within(share, prices[member], LEAST_TRIED)
             part = _part(learning.progress, place, len(rest))
             try:
                 trials.append(calibration.trial(member, prices[member], attack, LEARNING * self.seconds, part))
@@ -180,7 +184,7 @@ class Auto(Attack):
         """A member with all the iterations that the budget allows if `sharing` members share it."""
         if trial.attack.needs_public:
             return trial.attack
-        return trial.member.attack(trial.price.iterations(self.seconds / sharing, LEAST))
+        return trial.member.within(self.seconds / sharing, trial.price, LEAST)
 
     def run(self, problem: Problem) -> Reconstruction:
         """Attack with the members of the policy, and keep for each victim what is nearest to its update."""
@@ -191,15 +195,19 @@ class Auto(Attack):
         while wanted:
             spec = wanted.pop(0)
             try:
-                result = self._attack_with(spec, problem, _part(problem.progress, len(found), parts))
+                result = self._attack_with(spec, problem, _part(problem.progress, min(len(found), parts - 1), parts))
             except GradveilError:
                 if substitutes:
                     wanted.append(substitutes.pop(0))
                 elif not found:
                     raise
-            else:
-                found.append((spec, result))
-        return _nearest(problem, found)
+                continue
+            found.append((spec, result))
+            nearest = _nearest(problem, found)
+            surprised = bool((nearest.loss > SURPRISING * max(self.chosen["expected"], EXACT)).any())
+            if surprised and not wanted and substitutes and len(found) == parts:
+                wanted.append(substitutes.pop(0))
+        return nearest
 
     def _attack_with(self, spec: str, problem: Problem, progress: Progress) -> Reconstruction:
         assert self.chosen is not None
