@@ -210,6 +210,16 @@ class Network:
         return low + (high - low) * outputs.sigmoid()
 
 
+def average_of(networks: Sequence[Network]) -> Predict:
+    """Predict the mean of what several networks predict, each client's examples in the order of the first network's."""
+
+    def predict(features: Tensor, shares: Tensor, guesses: Tensor) -> Tensor:
+        first, *others = (network(features, shares, guesses) for network in networks)
+        return torch.stack([first, *(assigned(first, other) for other in others)]).mean(0)
+
+    return predict
+
+
 def untrained_layers(sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
     """Weights and biases between layers of these sizes: uniform, at most one over the square root of a layer's inputs.
 

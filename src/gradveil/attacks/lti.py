@@ -8,7 +8,16 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from gradveil.attacks._inverse import Examples, Network, apply_linear, fit_linear, gains_of, train_network
+from gradveil.attacks._inverse import (
+    Examples,
+    Network,
+    apply_linear,
+    average_of,
+    error_of,
+    fit_linear,
+    gains_of,
+    train_network,
+)
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
 from gradveil.attacks._simulation import (
@@ -77,6 +86,7 @@ class LTI(Attack):
             directions are those of their mean. One is enough, and used, if the defense draws nothing.
         hidden: width of the network's hidden layers.
         epochs: passes of the network over the simulated clients.
+        networks: how many networks are trained, from different starts; their predictions are averaged.
         seconds: the network's training ends with the epoch in which this time is over; None: it has no limit. With a
             limit, results depend on the machine.
 
@@ -111,6 +121,7 @@ class LTI(Attack):
     draws: int = integer(16, low=1)
     hidden: int = integer(1024, low=1)
     epochs: int = integer(60, low=1)
+    networks: int = integer(1, low=1)
     seconds: float | None = number(None, above=0)
     learned: Tensors | None = state()
     fitted_for: str | None = state()
@@ -144,7 +155,7 @@ class LTI(Attack):
         network = self.form == "network"
         steps = Steps(
             learning.progress,
-            draws * len(subset) + kept * len(taught) + len(held) + network * self.epochs * len(taught),
+            draws * len(subset) + kept * len(taught) + len(held) + network * self.networks * self.epochs * len(taught),
         )
 
         flat = inputs.flatten(1).float()
@@ -165,9 +176,9 @@ class LTI(Attack):
         features /= scale
         known = examples(taught, features)
         unseen = examples(held, (features_of("held", held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
-        linear, error = fit_linear(known, unseen)
-        linear_error, gains = error, gains_of(features)
-        layers: dict[str, Tensor] = {}
+        linear, linear_error = fit_linear(known, unseen)
+        error, gains = linear_error, gains_of(features)
+        networks: list[Network] = []
         taken = 0
         if network:
             with torch.enable_grad():
@@ -177,10 +188,16 @@ class LTI(Attack):
                     steps.add(len(taught))
                     return perf_counter() - begun < limit
 
-                start = Network.untrained(gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator)
-                trained = train_network(start, error, known, unseen, generator, epochs=self.epochs, go_on=go_on)
-            error, taken = trained.error, trained.steps
-            layers = {f"{LAYER}{n}": layer for n, layer in enumerate(trained.network.layers)} if trained.network else {}
+                for _ in range(self.networks):
+                    start = Network.untrained(
+                        gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator
+                    )
+                    trained = train_network(
+                        start, linear_error, known, unseen, generator, epochs=self.epochs, go_on=go_on
+                    )
+                    networks += [trained.network] if trained.network else []
+                    taken += trained.steps
+            error = error_of(average_of(networks), unseen) if networks else linear_error
         steps.finish()
         learned = {
             "directions": directions,
@@ -189,7 +206,11 @@ class LTI(Attack):
             "gains": gains,
             "means": means,
             "linear": linear,
-            **layers,
+            **{
+                f"{LAYER}{number}.{n}": layer
+                for number, one in enumerate(networks)
+                for n, layer in enumerate(one.layers)
+            },
             **coordinates.learned,
             "linear error": torch.tensor(linear_error, dtype=torch.float64),
             "error": torch.tensor(error, dtype=torch.float64),
@@ -221,10 +242,14 @@ class LTI(Attack):
         shares = shares_of(kinds, classes)
         rows = Coordinates.of_learned(task, learned).rows(problem.updates)
         features = (rows @ learned["directions"] - shares @ learned["centres"]) / learned["scale"]
-        layers = [value for name, value in learned.items() if name.startswith(LAYER)]
+        layers: dict[str, list[Tensor]] = {}
+        for name, value in learned.items():
+            if name.startswith(LAYER):
+                layers.setdefault(name.partition(".")[0], []).append(value)
         guesses = learned["means"][kinds]
         if layers:
-            found = Network(learned["gains"], layers, task.modality.bounds)(features, shares, guesses)
+            networks = [Network(learned["gains"], one, task.modality.bounds) for one in layers.values()]
+            found = average_of(networks)(features, shares, guesses)
         else:
             found = apply_linear(learned["linear"], features, shares, guesses)
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
