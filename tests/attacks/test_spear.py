@@ -7,6 +7,7 @@ from gradveil import metrics, models
 from gradveil.attacks._linear_input import find_layer, fit_product, joined
 from gradveil.attacks.spear import _Search, separate
 from gradveil.core.errors import InputError, ThreatModelError
+from gradveil.modality import Column, Table
 
 
 def mlp(shape=(1, 8, 8), hidden=100, dtype=torch.float64, **given):
@@ -81,6 +82,19 @@ def test_flat_inputs_and_a_relu_outside_any_module():
     found = attacked(task, [(2 * inputs - 1, labels)])
     assert errors(2 * inputs - 1, found.inputs[0])[0].max() < 1e-9
     assert found.certain.all()
+
+
+def test_rows_of_a_table(generator):
+    columns = [Column(f"number {i}", 0, 1) for i in range(4)]
+    columns += [Column(f"category {i}", categories=("a", "b", "c")) for i in range(6)]
+    table = Table(columns=tuple(columns))
+    stored = torch.cat([torch.rand(6, 4, generator=generator), torch.randint(3, (6, 6), generator=generator)], dim=1)
+    rows, labels = table.inputs_of(stored), torch.tensor([0, 1, 1, 0, 1, 0])
+    model = models.create("mlp", input_shape=(22,), classes=2, hidden=100)
+    found = attacked(gradveil.Task(model, input_shape=(22,), classes=2, modality=table), [(rows, labels)])
+    error, order = errors(rows, found.inputs[0])
+    assert error.max() < 1e-4
+    assert torch.equal(found.labels[0, order], labels)
 
 
 def test_known_labels_are_put_in_order(task):

@@ -24,7 +24,8 @@ from gradveil.theory.rank import trace
 
 REFITS = 100
 """Most steps of the alternating least squares that fit a product of low rank to a part of the coordinates."""
-_CONVERGED = 1e-7  # they stop when a step changes less than this share of the matrix
+_CONVERGED = 1e-12  # they stop when a step changes less than this share of the matrix
+_STALLED = 5  # or when so many steps in succession did not change it less than before
 _RIDGE = 1e-13  # keeps a row or column of which nothing arrived solvable, relative to the largest
 
 
@@ -198,13 +199,16 @@ def _alternate(
 ) -> tuple[tuple[Tensor, Tensor], Tensor, Tensor]:
     """Fit a product to the values that are believed by alternating weighted least squares."""
     left, right = factors
-    fit = left @ right
+    fit, smallest, stalled = left @ right, float("inf"), 0
     for _ in range(REFITS):
         values, weights = read(fit)
         right = _solved(left, values.T, weights.T).T
         left = _solved(right.T, values, weights)
         previous, fit = fit, left @ right
-        if float((fit - previous).norm()) <= _CONVERGED * float(fit.norm()):
+        change = float((fit - previous).norm() / fit.norm().clamp_min(torch.finfo(fit.dtype).tiny))
+        stalled = 0 if change < smallest else stalled + 1
+        smallest = min(change, smallest)
+        if smallest <= _CONVERGED or stalled == _STALLED:
             break
     return (left, right), *read(fit)
 

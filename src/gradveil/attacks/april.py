@@ -59,9 +59,8 @@ class April(Attack):
     number of patches and no two patches get the same gradient; whatever follows the embedding does not matter.
 
     The paper inserts :math:`\partial L / \partial z` into the equations of the first attention instead, which
-    requires that the tokens enter it as they are. In the usual transformer a normalisation stands before the attention
-    and a shortcut around it (our `vit`, and those of the paper that its closed form does not apply to). The embedding's
-    own equations need neither.
+    requires that the tokens enter it as they are. In our `vit`, as in most transformers, a normalisation stands before
+    the attention and a shortcut around it. The embedding's own equations need neither to be absent.
 
     Directions in which the gradients of the tokens do not stand out of the noise, which is measured on what the
     patches leave unexplained, keep the mean patch, which the embedding's gradients also give. The loss is the relative

@@ -119,21 +119,20 @@ class Spear(Attack):
         task, layer = problem.task.to(torch.float64), linear.find_layer(self.name, problem.task)
         known = problem.labels if problem.threat.labels == "known" else None
         began, inputs, labels, certain = time.monotonic(), [], [], []
+        samples = min(self.samples, _PATIENCE * 2 ** (problem.examples - 1))
         for victim in range(problem.victims):
             update = {name: value[victim] for name, value in problem.updates.items()}
             matrix = linear.joined(layer, update)
-            read, noise = (
-                linear.reader(layer, update, problem.knowledge),
-                linear.declared_noise(problem.knowledge, update),
-            )
+            read = linear.reader(layer, update, problem.knowledge)
+            noise = linear.declared_noise(problem.knowledge, update)
             product = linear.fit_product(matrix, problem.examples, read, noise)
 
             def report(drawn: int, done: int = victim) -> None:
                 if problem.progress:
-                    steps, total = done * self.samples + drawn, problem.victims * self.samples
+                    steps, total = done * samples + drawn, problem.victims * samples
                     problem.progress(steps, total, (time.monotonic() - began) * (total - steps) / max(1, steps))
 
-            batch = separate(product, layer, samples=self.samples, generator=problem.generator, report=report)
+            batch = separate(product, layer, samples=samples, generator=problem.generator, report=report)
             batch = _filled(batch, matrix, problem.examples)
             found = task.denormalised(batch.inputs.view(-1, *task.input_shape))
             given = None if known is None else known[victim]
@@ -196,7 +195,6 @@ def separate(
     """
     search = _Search(product, layer)
     best, rank, drawn = search.assembled(), search.rank, 0
-    samples = min(samples, _PATIENCE * 2 ** max(0, rank - 1))
     while rank > 1 and best.score < 1 and drawn < samples and len(search.rows) >= rank:
         count = min(_SAMPLES_AT_ONCE, samples - drawn)
         drawn += count
