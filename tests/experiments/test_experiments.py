@@ -454,3 +454,18 @@ def test_games_refute_the_broken_forms_of_dp_sgd_and_not_dp_sgd():
         for row in rows.values():
             assert "mu" in row["refuted_by"]
             assert row["multiplier"] == 1 or "epsilon at delta 0.01" in row["refuted_by"]
+
+
+def test_cases_with_the_same_candidates_are_attacked_together_as_alone(tmp_path):
+    """The slow way attacks each case by itself."""
+    extension = run.Experiment(ROOT / "experiments" / "identification").extension
+    case = {"seed": 0, "dataset": "mnist", "model": "lenet:init=uniform", "attack": "identification"}
+    case |= {"candidates": 60, "games": 6, "distractors": "class", "defense": "gaussian-noise:std=0.01"}
+    fast, slow = (extension["Together"]({**case, "batch_size": 8}, tmp_path) for _ in range(2))
+    assert fast.fits
+    slow.fits = False
+    for inclusion in ("batch", "eighth", "one"):
+        members, scores, _ = fast.play(inclusion, True, None)
+        same, alone, _ = slow.play(inclusion, True, None)
+        assert torch.equal(members, same)
+        torch.testing.assert_close(scores, alone, rtol=1e-6, atol=1e-6)
