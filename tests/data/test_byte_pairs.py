@@ -1,4 +1,4 @@
-"""Byte-pair encoding: by hand, there and back, and the tokenizer of SmolLM2 if it is there."""
+"""Byte-pair encoding: by hand, and there and back."""
 
 import numpy as np
 import pytest
@@ -63,16 +63,3 @@ def test_a_broken_file_is_refused(tmp_path):
     np.savez(tmp_path / "x.npz", other=np.zeros(3))
     with pytest.raises(DataError, match=r"x\.npz: expected a tokenizer"):
         SmolLM2Tokens(tmp_path / "x.npz")
-
-
-def test_the_tokenizer_of_smollm2():
-    try:
-        tokenizer = SmolLM2Tokens.of([])
-    except DataError:
-        pytest.skip("smollm2.npz is missing: run gradveil data get smollm2")
-    assert tokenizer.size == 49_152
-    # What the package tokenizers makes of the same vocabulary and merges.
-    assert tokenizer.encode("a good film") == [81, 1123, 3039]
-    text = "it's 2026, isn't it? über 👍"
-    assert "".join(tokenizer.pieces(tokenizer.encode(text))) == text
-    assert tokenizer.tokens[tokenizer.padding] == "<|im_end|>"

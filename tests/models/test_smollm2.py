@@ -147,3 +147,13 @@ def test_the_real_one_expects_sentences_and_not_their_words_in_any_order(trained
     text = "The sun rises in the east and sets in the west. Every morning, people wake up and go to work."
     assert perplexity(text) < 20
     assert perplexity(" ".join(sorted(text.split()))) > 200
+
+
+def test_the_tokenizer_of_the_real_one(trained):
+    _, tokenizer = trained
+    assert tokenizer.size == 49_152
+    # What the package tokenizers makes of the same vocabulary and merges.
+    assert tokenizer.encode("a good film") == [81, 1123, 4771]
+    text = "it's 2026, isn't it? über 👍"
+    assert "".join(tokenizer.pieces(tokenizer.encode(text))) == text
+    assert tokenizer.tokens[tokenizer.padding] == "<|im_end|>"
