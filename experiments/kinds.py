@@ -25,7 +25,7 @@ from gradveil.core.registry import parse_spec
 from gradveil.federation import Training, TrainingResult, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.federation.job import as_batch, split_public
-from gradveil.modality import IMAGE
+from gradveil.modality import IMAGE, Modality
 from pinned import load
 
 Row = dict[str, Any]
@@ -152,36 +152,37 @@ def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction
     return seen, attack_seen(seen, session)
 
 
-def matched_to_originals(victims: Victims, found: Tensor, *others: Tensor) -> list[Tensor]:
+def matched_to_originals(victims: Victims, found: Tensor, *others: Tensor, modality: Modality = IMAGE) -> list[Tensor]:
     """Reconstructions, and other values for each of them, in the order of the originals that they are matched to."""
-    repaired = IMAGE.repaired(found.reshape(victims.inputs.shape).float().cpu())
-    orders = [metrics.match(*pair) for pair in zip(victims.inputs, repaired, strict=True)]
+    repaired = modality.repaired(found.reshape(victims.inputs.shape).float().cpu())
+    orders = [metrics.match(*pair, modality) for pair in zip(victims.inputs, repaired, strict=True)]
     shaped = [repaired, *(other.reshape(victims.targets.shape).cpu() for other in others)]
     return [torch.stack([each[order] for each, order in zip(tensor, orders, strict=True)]) for tensor in shaped]
 
 
-def figures(victims: Victims, found: Tensor, labels: Tensor, *, each: bool = False) -> Row:
+def figures(victims: Victims, found: Tensor, labels: Tensor, *, each: bool = False, modality: Modality = IMAGE) -> Row:
     """All metrics as lists with one figure per victim, or with `each`, one per example of every victim."""
-    tensors = [victims.inputs, *matched_to_originals(victims, found, labels), victims.targets]
+    tensors = [victims.inputs, *matched_to_originals(victims, found, labels, modality=modality), victims.targets]
     if each:
         tensors = [tensor.flatten(0, 1)[:, None] for tensor in tensors]
-    score = metrics.Scorer(IMAGE).score
+    score = metrics.Scorer(modality).score
     scores = [score(x, y, label, guess, None) for x, y, guess, label in zip(*tensors, strict=True)]
-    row: Row = {metric.name: [entry[metric.name] for entry in scores] for metric in metrics.of(IMAGE)}
+    row: Row = {metric.name: [entry[metric.name] for entry in scores] for metric in metrics.of(modality)}
     return {**row, "labels_right": sum(entry["label_correct"] or 0 for entry in scores)}
 
 
 def attack_row(case: Row, seen: Observation, found: Reconstruction) -> Row:
     """The figures of an attack; if the defense changed the inputs, also against the inputs that were used."""
-    attack_case, victims, each = seen.case, seen.case.victims, case.get("each", False)
-    row = {"attack_spec": str(attack_case.attack), **figures(victims, found.inputs, found.labels, each=each)}
+    attack_case, victims = seen.case, seen.case.victims
+    how = {"each": case.get("each", False), "modality": attack_case.prepared.task.modality}
+    row = {"attack_spec": str(attack_case.attack), **figures(victims, found.inputs, found.labels, **how)}
     row |= {"loss": found.loss.tolist(), "execution": found.execution, "power": seen.power}
     # With local steps, a defense records only the inputs of the last step.
     used = [] if attack_case.local else [inputs for inputs in seen.trained_on if inputs is not None]
     if len(used) == len(victims):
         changed = Victims(torch.stack(used).float().cpu(), victims.targets, victims.clients)
-        row["against_trained_on"] = figures(changed, found.inputs, found.labels, each=each)
-        row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, each=each)
+        row["against_trained_on"] = figures(changed, found.inputs, found.labels, **how)
+        row["trained_on_itself"] = figures(victims, changed.inputs, victims.targets, **how)
     if attack_case.adaptive and not attack_case.attack.simulates:
         prepared, local = attack_case.prepared, attack_case.local
         forms = prepared.defense.adapt(prepared.task, batch_size=victims.batch_size, local=local)
@@ -223,7 +224,8 @@ def blind(case: Row, _session: Session) -> Row:
     examples = split_public(dataset.train, case["seed"])[0] if case.get("public") else slice(None)
     inputs, targets = dataset.train.inputs[examples], dataset.train.targets[examples]
     guess = dataset.train.modality.blind(inputs, targets, victims.targets.flatten(), len(dataset.classes))
-    return figures(victims, guess, victims.targets, each=case.get("each", False))
+    how = {"each": case.get("each", False), "modality": dataset.train.modality}
+    return figures(victims, guess, victims.targets, **how)
 
 
 KINDS: dict[str, Callable[[Row, Session], Row]] = {"attack": attack, "training": training, "blind guess": blind}

@@ -1,6 +1,7 @@
 """Checks for every modality, including a toy one from outside the package: rows of four numbers, each in its range."""
 
 import io
+import json
 import math
 from dataclasses import dataclass
 
@@ -15,7 +16,8 @@ from gradveil.core.errors import DataError, ThreatModelError, UnknownNameError
 from gradveil.data import Dataset, Split
 from gradveil.federation import Training, train
 from gradveil.federation.job import evaluate, performance_maintenance
-from gradveil.modality import IMAGE, MODALITIES, Drawn
+from gradveil.modality import IMAGE, MODALITIES, Column, Drawn, Table, Text, Words
+from gradveil.modality.written import from_file
 
 LOW, HIGH = torch.tensor([-3.0, 0.0, 10.0, -1.0]), torch.tensor([5.0, 1.0, 20.0, 1.0])
 
@@ -61,17 +63,39 @@ def stored_images(count):
     return torch.randint(0, 256, (count, 3, 5, 4), generator=generator, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize(("modality", "stored"), [(IMAGE, stored_images(9)), (Vector(), stored_rows(9))], ids=str)
+TABLE = Table(
+    columns=(Column("age", -3, 5), Column("job", categories=("a", "b", "c")), Column("pay", 0, 0.5, shares=()))
+)
+
+
+def stored_cells(count):
+    numbers = Table(columns=TABLE.columns[::2]).start(
+        (count, 2), torch.Generator().manual_seed(1), dtype=torch.float32, device="cpu"
+    )
+    return torch.stack([8 * numbers[:, 0] - 3, torch.arange(count) % 3, numbers[:, 1] / 2], 1)
+
+
+TEXT = Text(Words(tuple("abcdefgh")), torch.randn(10, 4, generator=torch.Generator().manual_seed(2)))
+SENTENCES = torch.tensor(
+    [[2, 3, 0], [4, 4, 5], [6, 0, 0], [7, 2, 8], [9, 1, 0], [3, 3, 3], [5, 9, 2], [8, 0, 0], [1, 4, 6]]
+)
+
+
+@pytest.mark.parametrize(
+    ("modality", "stored"),
+    [(IMAGE, stored_images(9)), (Vector(), stored_rows(9)), (TABLE, stored_cells(9)), (TEXT, SENTENCES)],
+    ids=lambda value: getattr(value, "name", ""),
+)
 class TestEveryModality:
     def test_describes_itself(self, modality, stored):
-        assert modality == type(modality)()
+        assert modality == type(modality)().with_settings(json.loads(json.dumps(dict(modality.settings))))
         assert all(isinstance(word, str) and word for word in (modality.name, modality.unit, modality.primary))
 
     def test_stored_examples_are_inputs_in_range(self, modality, stored):
         modality.check_stored("here:", stored)
         inputs = modality.inputs_of(stored)
         assert inputs.is_floating_point()
-        assert inputs.shape == stored.shape
+        assert inputs.shape == (len(stored), *modality.input_shape(stored.shape[1:]))
         assert torch.equal(modality.project(inputs), inputs)
         assert torch.equal(modality.decode(inputs), inputs)
         with pytest.raises(DataError, match="^here: "):
@@ -79,7 +103,7 @@ class TestEveryModality:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_searches_begin_and_stay_in_range(self, modality, stored, dtype):
-        shape = (2, 3, *stored.shape[1:])
+        shape = (2, 3, *modality.input_shape(stored.shape[1:]))
         first, again = (
             modality.start(shape, torch.Generator().manual_seed(5), dtype=dtype, device=torch.device("cpu"))
             for _ in range(2)
@@ -98,11 +122,24 @@ class TestEveryModality:
         assert torch.isfinite(repaired).all()
         assert torch.equal(modality.project(repaired), repaired)
         assert torch.equal(repaired[3:], found[3:])
-        with PIL.Image.open(io.BytesIO(modality.render(found)), formats=["PNG"]) as picture:
-            assert picture.size == modality.rendered_size(stored.shape[1:], len(stored))
+        content = modality.show(found, modality.inputs_of(stored))
+        if isinstance(modality, Drawn):
+            with PIL.Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
+                assert picture.size == modality.rendered_size(stored.shape[1:], len(stored))
+        else:
+            shown = from_file(content)
+            assert len(shown) == len(stored)
+            assert all(fragment.recovered for example in shown[3:] for fragment in example)
+
+    def test_what_is_matched_and_compared_is_the_same_example(self, modality, stored):
+        inputs = modality.inputs_of(stored)
+        distances = modality.distances(inputs, inputs.flip(0))
+        assert distances.shape == (len(stored), len(stored))
+        assert torch.equal(distances.argmin(1), torch.arange(len(stored)).flip(0))
+        assert len(modality.compared(inputs)) == len(stored)
 
     def test_probes_are_always_the_same_inputs(self, modality, stored):
-        shape = stored.shape[1:]
+        shape = modality.input_shape(stored.shape[1:])
         probe = modality.probe(2, shape, dtype=torch.float64, device=torch.device("cpu"))
         assert (probe.shape, probe.dtype) == ((2, *shape), torch.float64)
         assert torch.equal(probe, modality.probe(2, shape, dtype=torch.float64, device=torch.device("cpu")))
@@ -117,11 +154,13 @@ class TestEveryModality:
     def test_the_blind_guess_is_an_input_for_each_victim(self, modality, stored):
         targets, wanted = torch.arange(9) % 3, torch.tensor([2, 0, 2])
         guess = modality.blind(stored, targets, wanted, 3)
-        inputs = modality.inputs_of(stored)
-        expected = torch.stack([inputs[targets == label].mean(0) for label in wanted.tolist()])
+        expected = torch.stack([modality.typical(stored[targets == label]) for label in wanted.tolist()])
         torch.testing.assert_close(guess, expected)
+        assert torch.equal(modality.project(guess), guess)
         everything = modality.blind(stored, torch.rand(9, 2), torch.rand(4, 2), None)
-        torch.testing.assert_close(everything, inputs.mean(0).expand(4, *stored.shape[1:]))
+        torch.testing.assert_close(everything, modality.typical(stored).expand(4, *guess.shape[1:]))
+        if isinstance(modality, Drawn):
+            torch.testing.assert_close(modality.typical(stored), modality.inputs_of(stored).mean(0))
 
 
 def test_other_modalities_can_be_registered(monkeypatch):

@@ -66,6 +66,7 @@ class AuditFolder:
             "seed": seed,
             "data_digest": "d" * 16,
             "dropout_rates": {},
+            "disclosed": [],
             "weights_accuracy": 0.1,
             "weights_digest": "e" * 16,
             "model_file_digest": None,

@@ -142,6 +142,12 @@ def test_victims_among_the_public_data(good):
 # -- restarts-disagree -----------------------------------------------------------------------------------------------
 
 
+def test_updates_that_give_inputs_away(good):
+    good.config["disclosed"] = ["Its zeros tell the words."]
+    assert names(good) == ["updates-disclose"]
+    assert text_of(good, "updates-disclose") == "Its zeros tell the words."
+
+
 def test_restarts_that_end_at_different_losses(good):
     for row in good.rows("gaussian-noise"):
         row["loss_restarts"] = [0.1, 0.2, 0.3]

@@ -130,10 +130,10 @@ class Measurement:
 
 def measure(owner: str, task: Task, public: Batch | None, bins: int, generator: torch.Generator | None) -> Measurement:
     """Measure public images on the unmodified model."""
-    if public is None:
-        raise ThreatModelError(f"{owner}: needs public images to place its bins; pass public=(images, labels)")
     if task.modality != IMAGE:
         raise ThreatModelError(f"{owner}: sorts images by their brightness, got a task on {task.modality.name} inputs")
+    if public is None:
+        raise ThreatModelError(f"{owner}: needs public images to place its bins; pass public=(images, labels)")
     generator = generator or fresh_generator(task.device)
     images, labels = public[0].to(task.device, task.dtype), public[1].to(task.device)
     normalised = task.normalised(images).flatten(1)

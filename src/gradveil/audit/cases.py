@@ -697,6 +697,40 @@ def score(
     return results
 
 
+def blind_scores(
+    scorer: metrics.Scorer, public: Split, victims: Victims, guess: Tensor, *, seed: int = 0
+) -> dict[str, Tensor]:
+    """What leaks must beat: the best score of each example by each metric without a gradient, ``[victims, examples]``.
+
+    That is the score of the blind guess and, if the modality asks for `draws` and there are batches, those of public
+    examples with the same labels, drawn at random and matched like a reconstruction.
+
+    Args:
+        scorer: the scorer of the modality.
+        public: the public examples.
+        victims: what an attack would recover.
+        guess: the blind guess ``[victims, examples, *input_shape]``.
+        seed: seed of the draws.
+    """
+    examples = victims.targets.shape[1]
+    flat = scorer.blind_scores(victims.inputs.flatten(0, 1), guess.flatten(0, 1))
+    best = {name: scores.view(len(victims), examples) for name, scores in flat.items()}
+    if not scorer.modality.draws or examples == 1 or victims.targets.ndim != 2:
+        return best
+    generator = derived_generator(seed, "drawn rows")
+    members = {
+        label: (public.targets == label).nonzero().flatten() for label in set(victims.targets.flatten().tolist())
+    }
+    for victim, (originals, labels) in enumerate(zip(victims.inputs, victims.targets.tolist(), strict=True)):
+        for _ in range(scorer.modality.draws):
+            places = [members[label][torch.randint(len(members[label]), (1,), generator=generator)] for label in labels]
+            drawn = scorer.matched(originals, public.batch(torch.cat(places))[0])
+            for name, scores in scorer.blind_scores(originals, drawn).items():
+                closer = torch.maximum if metrics.METRICS.get(name).better == "higher" else torch.minimum
+                best[name][victim] = closer(best[name][victim], scores)
+    return best
+
+
 NO_LOSSES: Mapping[str, Any] = {"loss_start": None, "loss_late": None, "loss_restarts": None}
 
 

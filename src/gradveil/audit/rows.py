@@ -16,7 +16,7 @@ from gradveil.audit.schema import DIGEST, Json, Kind, Schema
 from gradveil.core.errors import ParameterError
 from gradveil.metrics import Metric
 
-VERSION = 6
+VERSION = 7
 """Version of the files in an audit folder; other versions are refused."""
 
 DEFENSES = (
@@ -114,6 +114,7 @@ CONFIG_SCHEMA: Schema = {
     "data_digest": kinds.digest(),
     "modality": kinds.text(100),
     "metrics": kinds.object_of(kinds.FLAG, 1000),
+    "disclosed": kinds.list_of(kinds.text(), 10),
     "input_shape": kinds.list_of(kinds.integer(1, 1_000_000), 8),
     "classes": kinds.list_of(kinds.WORDS, kinds.MAX_CLASSES),
     "largest_class": kinds.optional(kinds.SHARE),

@@ -389,7 +389,7 @@ class Subject:
         guess = modality.blind(
             train_split.inputs, train_split.targets, victims.targets.flatten(0, 1), len(dataset.classes)
         )
-        blind_scores = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
+        blind_scores = cases.blind_scores(scorer, train_split, victims, guess.view_as(victims.inputs), seed=config.seed)
         root, others = split_public(train_split, config.seed)
         return cls(
             config,
@@ -401,7 +401,7 @@ class Subject:
             torch.cat([root, others])[: config.public],
             computed,
             guess.view_as(victims.inputs),
-            {name: scores.view(victims.inputs.shape[:2]) for name, scores in blind_scores.items()},
+            blind_scores,
         )
 
     @cached_property
@@ -498,6 +498,7 @@ class Subject:
             "data_digest": data_digest(self.dataset),
             "modality": self.task.modality.name,
             "metrics": dict(self.computed),
+            "disclosed": list(self.task.modality.disclosed),
             "input_shape": list(self.task.input_shape),
             "classes": list(self.dataset.classes),
             "largest_class": _largest_class(self.dataset),

@@ -26,7 +26,7 @@ from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
 from gradveil.data import is_text
 
-TEXT_ATTACKS = ("tag:iterations=300", "idlg:iterations=150")
+TEXT_ATTACKS = ("idlg:iterations=150", "tag:iterations=400")
 """What an audit of texts runs if no attack is named: those by default are for images."""
 
 

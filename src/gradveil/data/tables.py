@@ -208,10 +208,11 @@ def _column(where: str, values: Values, train: Array) -> tuple[Column, Array]:
                 f"{len(values.texts):,} different texts; group them or remove the column"
             )
         order = sorted(range(len(values.texts)), key=lambda code: values.texts[code])
-        return (
-            Column(values.name, categories=tuple(values.texts[code] for code in order)),
-            np.argsort(order)[codes].astype(np.float32),
-        )
+        places = np.argsort(order)[codes]
+        counts = np.bincount(places[train], minlength=len(order))
+        categories = tuple(values.texts[code] for code in order)
+        shares = tuple((counts / len(train)).tolist())
+        return Column(values.name, categories=categories, shares=shares), places.astype(np.float32)
     if not all(map(math.isfinite, numbers)):
         raise DataError(f"{where}: expected finite numbers in column {values.name!r}, got infinity; remove those rows")
     cells = np.asarray(numbers)[codes].astype(np.float32)
@@ -221,4 +222,8 @@ def _column(where: str, values: Values, train: Array) -> tuple[Column, Array]:
             f"{where}: expected different values, that float32 can hold, in the training rows of column "
             f"{values.name!r}, got {low:g} to {high:g}; remove or rescale the column"
         )
-    return Column(values.name, low, high, all(number.is_integer() for number in numbers)), cells
+    scaled = (cells[train].astype(np.float64) - low) / (high - low)
+    middle = float(np.median(scaled))
+    spread = float(np.abs(scaled - middle).mean())
+    whole = all(number.is_integer() for number in numbers)
+    return Column(values.name, low, high, whole, middle=middle, spread=spread), cells

@@ -49,6 +49,13 @@ class Modality(ABC):
     margin: ClassVar[str | None] = None
     """By how much a leak must beat the blind guess, phrased to precede "that guess"."""
 
+    withheld: ClassVar[str | None] = None
+    """What an audit did not test if `disclosed` is empty, for reports; None: nothing is kept out of updates."""
+    draws: ClassVar[int] = 0
+    """How often public examples are drawn at random for a batch, as further blind guesses that a leak must beat.
+
+    Among many examples of a batch, some resemble some of any other batch; that is no leak if examples are so alike.
+    """
     shown_as: ClassVar[str]
     """The ending of the files in which examples are shown."""
 
@@ -134,6 +141,11 @@ class Modality(ABC):
             withhold: keep the parameters that turn stored examples into inputs out of updates.
         """
         return model, self
+
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """What updates of the model it is bound to tell about the inputs without any attack, in sentences."""
+        return ()
 
     def compared(self, inputs: Tensor) -> Tensor:
         """Valid inputs ``[N, *input_shape]`` in the form in which metrics compare them, ``[N, ...]``."""

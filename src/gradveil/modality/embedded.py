@@ -93,6 +93,12 @@ class EmbeddedInput(nn.Module):
         self._check_ids_are_used_once(probe)
 
     @property
+    def embedding_weight(self) -> str:
+        """The name of the embedding's parameter."""
+        weight = self.embedding.weight
+        return next(name for name, parameter in self.named_parameters() if parameter is weight)  # it may be tied
+
+    @property
     def positions_weight(self) -> str | None:
         """The name of the trained parameter with a row for each position, if the model embeds positions 0 to L - 1."""
         name = f"model.{self.positions_name}.weight"

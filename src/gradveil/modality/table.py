@@ -1,7 +1,7 @@
 """Rows of a table: numeric columns scaled to [0, 1] and one-hot blocks for categories, judged cell by cell."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, Self
@@ -19,7 +19,10 @@ TOLERANCE = 0.05
 FIRST_CODE = 2.0
 """The number that stands for the first category in compared rows; numeric cells lie below, from 0 to 1."""
 LEAST_CELLS = 50.0  # %
+DRAWS = 16  # `scripts/table_leak_rule.py` measures what the rule takes for a leak by mistake
 _NAN = 0.5  # never wrong by more than half the range
+_LEAST_SPREAD = 0.01
+_LEAST_SHARE = 1e-4  # a category that only the test rows have
 
 Change = Callable[[Tensor], Tensor]
 
@@ -34,6 +37,9 @@ class Column:
         high: the largest one; it becomes 1.
         whole: whether all values are whole numbers, so that they are shown without decimals.
         categories: the values of a categorical column; empty if it is numeric.
+        middle: the median of a numeric column in the training data, scaled.
+        spread: how far its values are from that on average, scaled.
+        shares: how frequent each category is in the training data; empty if that is not known.
 
     Example:
         >>> Column("age", 17, 90).width, Column("sex", categories=("female", "male")).width
@@ -45,6 +51,9 @@ class Column:
     high: float = 1.0
     whole: bool = False
     categories: tuple[str, ...] = ()
+    middle: float = 0.5
+    spread: float = 0.25
+    shares: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.categories) == 1 or (not self.categories and not self.low < self.high):
@@ -54,6 +63,25 @@ class Column:
     def width(self) -> int:
         """How many values of an input it takes."""
         return len(self.categories) or 1
+
+    def surprise(self, values: Tensor, rounding: float) -> Tensor:
+        r"""Minus the logarithm of how likely the values are, up to a constant.
+
+        Numbers are taken for Laplace variables, :math:`|x - middle| / spread`, and a soft block p for a category drawn
+        from it, :math:`-\sum_i |p_i| \log share_i`, bounded below for blocks that a search has not projected yet.
+
+        Args:
+            values: ``[..., width]``.
+            rounding: smooths the absolute value, ``sqrt(d^2 + rounding^2)``.
+        """
+
+        def size(distances: Tensor) -> Tensor:
+            return (distances.square() + rounding**2).sqrt() if rounding else distances.abs()
+
+        if not self.categories:
+            return size(values[..., 0] - self.middle) / max(self.spread, _LEAST_SPREAD)
+        shares = values.new_tensor(self.shares or [1 / self.width] * self.width)
+        return -(size(values) * shares.clamp_min(_LEAST_SHARE).log()).sum(-1)
 
 
 @MODALITIES.register("table")
@@ -89,9 +117,11 @@ class Table(Written):
     guess = "the column medians and most frequent categories of the class"
     rule = (
         f"share of recovered cells of at least {LEAST_CELLS:g} %, and at least halfway from the blind guess's share to "
-        f"100 % (a number counts as recovered within {TOLERANCE:.0%} of its column's range, a category if it is exact)"
+        f"100 % (a number counts as recovered within {100 * TOLERANCE:g} % of its column's range, a category if it is "
+        f"exact; in a batch, {DRAWS} random draws of public rows are blind guesses too)"
     )
     threshold = LEAST_CELLS
+    draws = DRAWS
     margin = "at least halfway to all cells from"
 
     columns: tuple[Column, ...] = state(())
@@ -99,15 +129,13 @@ class Table(Written):
     @property
     def settings(self) -> Mapping[str, Any]:
         """The columns."""
-        return {"columns": [[one.name, one.low, one.high, one.whole, [*one.categories]] for one in self.columns]}
+        return {"columns": [asdict(column) for column in self.columns]}
 
     def with_settings(self, settings: Mapping[str, Any]) -> Self:
         """The table with these columns."""
-        columns = (
-            Column(name, low, high, whole, tuple(categories))
-            for name, low, high, whole, categories in settings["columns"]
-        )
-        return type(self)(columns=tuple(columns))
+        lists = ("categories", "shares")
+        columns = ({**column, **{key: tuple(column[key]) for key in lists}} for column in settings["columns"])
+        return type(self)(columns=tuple(Column(**column) for column in columns))
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse anything but finite ``float32 [N, columns]`` with the indices of known categories."""
@@ -169,9 +197,16 @@ class Table(Written):
         return self.project(found.nan_to_num(nan=_NAN))
 
     def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
-        """How undecided the blocks are, :math:`1 - |p|^2`, on average; 0 if all are settled."""
-        blocks = [inputs[..., place].square().sum(-1) for place in self._places if place.stop - place.start > 1]
-        return (1 - torch.stack(blocks)).mean() if blocks else inputs.sum() * 0
+        """How unusual the cells are, by the frequencies of the training data, which anybody may know.
+
+        It is half the sum of `Column.surprise` over all cells, divided by the number of values: with the weight that
+        adaptive attackers give it, the result of their search under normal noise is the most likely one.
+        """
+        cells = [
+            column.surprise(inputs[..., place], rounding).sum()
+            for column, place in zip(self.columns, self._places, strict=True)
+        ]
+        return torch.stack(cells).sum() / (2 * inputs.numel())
 
     def compared(self, inputs: Tensor) -> Tensor:
         """One number for each cell ``[N, columns]``: scaled numbers, and `FIRST_CODE` or more for categories."""
@@ -196,7 +231,7 @@ class Table(Written):
         """Whether an attack has recovered at least half of what the blind guess misses.
 
         Since columns have typical values, the blind guess gets many cells right. Half of the other cells is more than
-        any other row of the class has in common with this one by chance (`docs/tables.md` has the figures).
+        another row of the class has in common with this one by chance, which `scripts/table_leak_rule.py` measures.
         """
         cells, guess = scores["cells"], None if blind is None else blind["cells"]
         if cells is None or cells < max(LEAST_CELLS, (100 + (guess or 0.0)) / 2):

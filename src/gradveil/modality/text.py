@@ -38,6 +38,7 @@ class Text(Written):
         table: the embedding vectors ``[V, d]`` of all tokens; None: not bound to a model yet.
         positions: the name of the model's trained parameter with a row for each position, whose gradient tells how long
             sentences are; None: it has none.
+        shared: the name of the embedding's parameter if its gradient is part of updates; None: it is withheld.
 
     Example:
         >>> from gradveil.modality.words import Words
@@ -51,6 +52,7 @@ class Text(Written):
     tokenizer: Tokenizer | None = None
     table: Tensor | None = field(default=None, compare=False, repr=False)
     positions: str | None = field(default=None, compare=False, repr=False)
+    shared: str | None = field(default=None, compare=False, repr=False)
 
     unit = "sentence"
     primary = "rouge_1"
@@ -62,6 +64,7 @@ class Text(Written):
     )
     threshold = LEAK_SHARE
     margin = f"{LEAK_MARGIN:g} above"
+    withheld = 'updates with the gradient of the embedding, which tells the words and was withheld (`--shared "*"`)'
 
     # -- the vocabulary ---------------------------------------------------------------------------------------------
 
@@ -120,7 +123,19 @@ class Text(Written):
             model, length=length, vocabulary=self.vocabulary, padding=self.padding, shared=not withhold
         )
         table = embedded.table_now.float().cpu().clone()
-        return embedded, replace(self, table=table, positions=embedded.positions_weight)
+        shared = embedded.embedding_weight if embedded.shared else None
+        return embedded, replace(self, table=table, positions=embedded.positions_weight, shared=shared)
+
+    @property
+    def disclosed(self) -> tuple[str, ...]:
+        """That a shared embedding gives the words away."""
+        if self.shared is None:
+            return ()
+        return (
+            f"The gradient of the embedding `{self.shared}` is part of the updates. Only the rows of the words that a "
+            "client used are not zero, so the server reads off the bag of words without any attack, and a defense that "
+            "leaves zeros in place does not change that.",
+        )
 
     def check_stored(self, where: str, stored: Tensor) -> None:
         """Refuse anything but ids ``[N, L]`` of the vocabulary, with padding only at the end."""

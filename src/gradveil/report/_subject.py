@@ -83,6 +83,8 @@ def _untested(audit: Audit) -> Iterator[str]:
         yield "trained weights: gradients shrink as a model learns, and attacks change with them (`--weights`)"
     else:
         yield "other stages of training: these weights stand for one moment of it"
+    if audit.modality.withheld and not config["disclosed"]:
+        yield audit.modality.withheld
     if config["batch_size"] == 1:
         yield f"batches: there is one {unit} behind each update, the easiest case for an attacker (`--batch-size`)"
     else:

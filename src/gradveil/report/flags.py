@@ -396,6 +396,21 @@ def _contradicted(audit: Audit, metric: Metric) -> Iterator[tuple[str, MethodId]
     return (pair for pair, rows in _pairs(audit) if _holds_often(rows, contradicts))
 
 
+@_flag("updates-disclose")
+def _updates_disclose(audit: Audit) -> Iterator[str]:
+    """Updates give inputs away without any attack.
+
+    Raised when what the clients send tells what their inputs are by its zeros alone, as the gradient of a text model's
+    embedding does.
+
+    Why it matters. The figures are about attacks on the rest of the update. However well these are stopped, the words
+    of every batch can be read off.
+
+    What to do. Withhold the embedding: audit and train without `--shared`, or with patterns that leave it out.
+    """
+    yield from audit.config["disclosed"]
+
+
 @_flag("few-victims")
 def _too_few_victims(audit: Audit) -> Iterator[str]:
     """There are too few victims for firm conclusions.
