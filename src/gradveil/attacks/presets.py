@@ -73,7 +73,7 @@ _TEXT = {
     "mjolnir": _steps(60, 150, 400, tv=0.0),
 }
 # Closed forms have no steps to spend a budget on; a learned attack spends it before it sees an update.
-_WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti", "identification", "membership", "attribute")
+_WITHOUT_BUDGET = ("r-gap", "robbing-the-fed", "loki", "lti", "identification", "membership", "attribute", "dager")
 # The attacks that search a generator get that of the data set. Their steps, and those of ci-net, were tried on eight
 # MNIST digits with lenet only; no rows of them are kept yet.
 _GENERATORS = {"faces-orl": FACES}

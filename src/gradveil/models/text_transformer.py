@@ -1,12 +1,14 @@
 """A small transformer for text."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from gradveil.core import checks
 from gradveil.core.errors import ParameterError
+from gradveil.models.attention import AttentionBlock
 from gradveil.models.base import REGISTRY, activation_layer
 from gradveil.models.text_base import TextClassifier, mean_of_real
 
@@ -71,6 +73,25 @@ class TextTransformer(TextClassifier):
         """The token vectors with those of their positions added: what the first block is given."""
         placed: Tensor = vectors + self.positions(torch.arange(vectors.shape[1], device=vectors.device))
         return placed
+
+    def attention_blocks(self) -> list[AttentionBlock]:
+        """What `dager` must know about the first two blocks."""
+        return [
+            AttentionBlock(
+                tuple(f"blocks.{number}.attention.{part}.weight" for part in ("query", "key", "value")),
+                partial(self._entering, number),
+                self.causal,
+            )
+            for number in range(min(2, len(self.blocks)))
+        ]
+
+    def _entering(self, number: int, vectors: Tensor, first: int) -> Tensor:
+        placed, block = self.positioned(vectors), self.blocks[number]
+        if number:
+            placed = self.blocks[0](placed, self.visible(torch.ones_like(vectors[..., 0], dtype=torch.bool)))
+        assert isinstance(block, _Block)
+        entering: Tensor = block.attention_norm(placed[:, first:])
+        return entering
 
     def visible(self, real: Tensor) -> Tensor:
         """Which positions each position attends to, ``[N, 1, L, L]``."""

@@ -135,6 +135,11 @@ class Task:
         return {name: value.detach() for name, value in named_tensors(self._functional.live) if not value.requires_grad}
 
     @property
+    def loss_function(self) -> Loss:
+        """The loss as a function of outputs and labels."""
+        return self._loss
+
+    @property
     def size(self) -> int:
         """Number of parameters."""
         return sum(value.numel() for value in self.parameters.values())
