@@ -7,6 +7,7 @@ from gradveil import data
 from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.data import catalog, places
 
+WEIGHTS = {"lpips-alex", "face-generator", "face-embedding", "smollm2"}
 DATASET_NAMES = {
     "mnist", "fashion-mnist", "cifar10", "cifar100", "svhn", "mednist", "pneumonia", "bccd", "faces-orl",
     "tiny-imagenet", "sst2", "adult",
@@ -74,7 +75,7 @@ def test_cache_folder_is_the_users_unless_set(monkeypatch):
 
 class TestStatus:
     def test_one_row_per_name(self):
-        assert {row.name for row in data.status()} == DATASET_NAMES | {"lpips-alex", "face-generator", "face-embedding"}
+        assert {row.name for row in data.status()} == DATASET_NAMES | WEIGHTS
 
     def test_found_embedded_or_missing(self, user_folder):
         (user_folder / "svhn.npz").touch()

@@ -314,6 +314,7 @@ def test_data_without_a_pin_is_refused(monkeypatch):
     forget_data()
 
 
+@pytest.mark.filterwarnings("ignore:sst2. .* are left out")
 @pytest.mark.parametrize("name", pinned.PINS)
 def test_the_data_folder_holds_the_pinned_data(name, monkeypatch):
     if DATA is None:

@@ -22,7 +22,7 @@ def build(name, **parameters):
 
 
 def test_names():
-    assert [name for name in models.names() if takes_text(name)] == NAMES
+    assert [name for name in models.names() if takes_text(name)] == ["smollm2", *NAMES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,7 +142,7 @@ def test_wrong_parameters_are_refused(parameters, message):
 
 
 def test_models_and_data_must_be_of_one_kind():
-    with pytest.raises(InputError, match="lenet: expected images, got token ids; use one of text-embedding, text-tr"):
+    with pytest.raises(InputError, match="lenet: expected images, got token ids; use one of smollm2, text-embedding"):
         models.create("lenet", input_shape=(6,), classes=2, vocabulary=12, padding=0)
     with pytest.raises(InputError, match=r"text-embedding: expected text, got inputs of shape \(1, 8, 8\) and no voc"):
         models.create("text-embedding", input_shape=(1, 8, 8), classes=2)

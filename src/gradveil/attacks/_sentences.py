@@ -171,6 +171,8 @@ class Search:
 
     def _continuations(self, beginnings: Sequence[Sentence], tokens: Tensor) -> list[list[Sentence]]:
         """For each beginning, of equal lengths, what it may be continued to by one token; the best, best first."""
+        if not len(tokens):
+            return [[] for _ in beginnings]
         position, known = len(beginnings[0].tokens), torch.tensor([sentence.tokens for sentence in beginnings])
         pairs = torch.cartesian_prod(torch.arange(len(beginnings)), torch.arange(len(tokens)))
         at_once = max(1, _AT_ONCE // ((position + 1) * self.table.shape[1]))
