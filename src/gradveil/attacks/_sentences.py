@@ -20,6 +20,7 @@ _NEW = 1e-6  # of a dimension that a sentence must add to those already explaine
 # Under noise: what a token that fits is worth, the most that one that does not may cost (some directions drown, and
 # with them a true token now and then), and how far a beginning may fall below its best before it is given up.
 _WORTH, _DEAREST, _PATIENCE = 6.0, 12.0, 30.0
+_MARGIN = 18.0  # how far a beginning may fall behind the best with the same first token
 _CANDOUR = 0.25  # of the surprise, because spans are estimated less well than the theory of large matrices says
 
 
@@ -137,7 +138,7 @@ class Search:
                 # Under noise, what continues a whole sentence speaks against it, but may also be a token that drowned.
                 if beginning.tokens and all(s.values[-1] < 0 or s.repeats_its_first for s in longer):
                     found.append(beginning)
-            beginnings = [s for group in groups.values() for s in sorted(group, key=_value, reverse=True)[: self.beam]]
+            beginnings = [sentence for group in groups.values() for sentence in self._best(group)]
             given_up = [s for s in beginnings if s.value < s.ended().value - _PATIENCE]
             found += given_up
             beginnings = [s for s in beginnings if s not in given_up]
@@ -164,6 +165,11 @@ class Search:
             _, sizes, directions = torch.linalg.svd(rest[best], full_matrices=False)
             explained = torch.cat([explained, directions[sizes.square() > _NEW]])
         return taken
+
+    def _best(self, group: Sequence[Sentence]) -> list[Sentence]:
+        """The beginnings that are worth continuing, of those with the same first token."""
+        ordered = sorted(group, key=_value, reverse=True)[: self.beam]
+        return [sentence for sentence in ordered if sentence.value > ordered[0].value - _MARGIN]
 
     def _entering(self, sentence: Sentence) -> Tensor:
         entering = self.blocks[1].inputs(self.table[list(sentence.tokens)][None], 0)[0].to(self.spaces[1].basis)
