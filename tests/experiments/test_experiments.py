@@ -93,6 +93,7 @@ PAGES = {
     "faces": ("experiments/faces/README.md", None),
     "membership": ("experiments/membership/README.md", None),
     "exact_attacks": ("experiments/exact_attacks/README.md", None),
+    "dager": ("experiments/dager/README.md", None),
 }
 
 
