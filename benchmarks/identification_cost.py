@@ -5,8 +5,8 @@
 
 A plain gradient is that of one example by autograd. Times are processor time of one thread, which a busy machine
 disturbs less than wall time. Each cost is that of some updates that are audited together, divided by their number:
-candidates' gradients are computed once for all of them, and twice if the clients took local steps. Each measurement
-runs in a process of its own, whose peak memory is printed.
+candidates' gradients are computed once for all of them, unless the clients took local steps (`path=shared`: twice).
+Each measurement runs in a process of its own, whose peak memory is printed.
 """
 
 import math
@@ -36,6 +36,7 @@ class Setting:
     updates: int = 20
     defense: str = "none"
     local_epochs: int = 0
+    attack: str = "identification"
 
 
 LENET = [
@@ -43,7 +44,8 @@ LENET = [
     *(Setting(batch=batch) for batch in (1, 64)),
     Setting(updates=1),
     *(Setting(defense=defense) for defense in ("top-k:keep=0.2", "gradient-dropout:keep=0.8,std=0.005")),
-    Setting(local_epochs=5),
+    Setting(updates=4, local_epochs=5),
+    Setting(local_epochs=5, attack="identification:path=shared"),
 ]
 DEEP = [Setting("resnet18", count, updates=4) for count in (250, 1000)]
 
@@ -75,7 +77,7 @@ def measure(setting: Setting) -> None:
     threat = gradveil.ThreatModel(
         batch_size=setting.batch, adaptive=defense.name != "none", defense=defense, local=local
     )
-    attack, parameters = gradveil.attack("identification"), list(model.parameters())
+    attack, parameters = gradveil.attack(setting.attack), list(model.parameters())
 
     def plain() -> None:
         torch.autograd.grad(F.cross_entropy(model(inputs[:1]), labels[:1]), parameters)
@@ -88,8 +90,8 @@ def measure(setting: Setting) -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(
         f"{setting.model:9} N {setting.candidates:5,} batch {setting.batch:2}, {setting.updates:2} updates, "
-        f"{setting.local_epochs or 'no'} local steps, {setting.defense:36} {whole / setting.updates / gradient:7,.0f} "
-        f"plain gradients ({1000 * gradient:.1f} ms) per update; peak {peak:.2f} GiB",
+        f"{setting.local_epochs or 'no'} local steps, {setting.defense:36} {setting.attack:26} "
+        f"{whole / setting.updates / gradient:7,.0f} plain gradients ({1000 * gradient:.1f} ms) per update; peak {peak:.2f} GiB",
         flush=True,
     )
 

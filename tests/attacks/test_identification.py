@@ -144,10 +144,9 @@ def test_a_whole_batch_is_named(local, task, candidates):
 class TestLocalSteps:
     LOCAL = gradveil.LocalSteps(epochs=5, lr=0.5)
 
-    @pytest.mark.parametrize("lr", [1.0, 2.0])
-    def test_one_table_for_all_paths_is_as_good_as_one_for_each(self, lr, task, candidates):
+    def test_one_table_for_all_paths_is_as_good_as_one_for_each(self, task, candidates):
         """Against all candidates' gradients in the middle of each client's own path."""
-        local = gradveil.LocalSteps(epochs=5, lr=lr)
+        local = gradveil.LocalSteps(epochs=5, lr=1.0)
         games = [torch.randperm(COUNT, generator=seeded(game))[:10] for game in range(8)]
         updates = [shared(task, candidates, members, local=local) for members in games]
         areas = {}
@@ -155,10 +154,9 @@ class TestLocalSteps:
             every = scores(task, updates, candidates, f"identification:path={path}", batch_size=10, local=local)
             each = [metrics.auc(one, is_member(members)) for one, members in zip(every, games, strict=True)]
             areas[path] = sum(each) / len(each)
-        assert areas["shared"] > areas["midpoint"] - 0.02, areas
-        assert areas["evidence"] > areas["midpoint"] - 0.02, areas
-        if lr == 2.0:
-            assert areas["shared"] > areas["start"] + 0.05, areas
+        assert areas["start"] < areas["shared"], areas
+        assert areas["shared"] > areas["midpoint"] - 0.01, areas
+        assert areas["evidence"] > areas["midpoint"] - 0.01, areas
 
     def test_a_single_update_has_its_own_path(self, task, candidates):
         update = shared(task, candidates, [1, 6, 11], local=self.LOCAL)
