@@ -87,6 +87,15 @@ def test_tiny_noise_stops_the_plain_form_only(task, count):
     adaptive, recovered = attack(task, tokens, noise, adaptive=True)
     assert as_set(recovered) == as_set(tokens)
     assert 1e-6 < adaptive.loss[0] < 1e-2
+    assert not adaptive.certain.any()  # it cannot be sure, although it is right
+
+
+def test_knowing_that_there_is_no_noise_is_no_worse_than_not_knowing(task):
+    tokens = sentences(4, seed=9)
+    for defense in ("none", "gaussian-noise:std=0", "dp-sgd:clip=0.1,noise_multiplier=0"):
+        found, recovered = attack(task, tokens, defense, adaptive=True)
+        assert as_set(recovered) == as_set(tokens)
+        assert found.certain.all()
 
 
 def test_clipping_leaves_the_span_alone(task):
