@@ -23,6 +23,7 @@ QUICK = {
     "tag": {"iterations": 20},
     "dager": {},
     "grad-inversion": {"iterations": 10, "seeds": 2, "tv": 0.0},
+    "dager": {},
 }
 
 

@@ -250,6 +250,11 @@ def test_the_page_speaks_of_what_it_is_about(folder):
     assert page.count('src="data:image/png;base64,') == 2 * 8 * 4
 
 
+def test_pictures_have_no_columns(folder):
+    assert "Which columns" not in report.write(folder).read_text()
+    assert not (folder / "columns.csv").exists()
+
+
 def test_pictures_of_another_size_than_the_modality_renders_are_refused(folder, meters, monkeypatch):
     monkeypatch.setattr(type(meters), "rendered_size", lambda *_: (30, 8))
     with pytest.raises(DataError, match="it must have 30 x 8 pixels but has 30 x 7"):
@@ -272,6 +277,15 @@ class TestWritten:
         assert page.count('<th scope="col">time</th>') == 2 * 6
         assert "Only the first 6 of 8 readings are shown" in page
         assert "<img" not in page
+
+    def test_each_column_has_its_share(self, folder):
+        page = report.write(folder).read_text()
+        assert "Which columns are recovered" in page
+        heading, *lines = (folder / "columns.csv").read_text().splitlines()
+        assert heading == "Defense,Attack,use,time"
+        assert lines[0] == ",blind-guess,1.0,0.0"
+        assert [line.partition(",")[0] for line in lines[1:]] == ["none", "top-k"]
+        assert all(line.endswith(",1.0,0.0") for line in lines)
 
     def test_the_overview_is_a_sketch_of_what_was_recovered(self, folder):
         report.write(folder)

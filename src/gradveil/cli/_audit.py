@@ -26,6 +26,8 @@ from gradveil.core.errors import OutputError, WorkerError
 from gradveil.core.registry import parse_spec
 from gradveil.data import is_text
 
+ATTENTIVE = ("text-transformer", "smollm2")
+"""The models in which `dager` finds attention blocks."""
 TEXT_ATTACKS = ("idlg:iterations=150", "tag:iterations=400")
 """What an audit of texts runs if no attack is named: those by default are for images."""
 
@@ -53,14 +55,15 @@ def run(options: Mapping[str, Any]) -> None:
         begins = not (options["resume"] and output is not None)
         model = default_model(dataset, AuditConfig().model) if begins else None
         options = {**options, "dataset": dataset, "model": options["model"] or model}
+        if begins and is_text(parse_spec(dataset)[0]) and not options["attack"]:
+            exact = ["dager"] if parse_spec(options["model"])[0] in ATTENTIVE else []
+            options = {**options, "attack": [*exact, *TEXT_ATTACKS]}
     resume: bool = options["resume"]
     fail_if: list[str] = options["fail_if"] or []
     for condition in fail_if:
         checks.choice("audit", "--fail-if", condition, report.CONDITIONS)
     asked = {name: options[name] for name in SETTINGS if name in options}
     attacks = options["attack"]
-    if not attacks and options["dataset"] is not None and is_text(parse_spec(options["dataset"])[0]) and not resume:
-        attacks = list(TEXT_ATTACKS)
     asked |= {"defenses": tuple(options["defense"] or ()) or None, "attacks": tuple(attacks or ()) or None}
     asked["stage"] = None if stages is None else stages[0]
     asked |= {name: numbers("audit", name, options[name]) for name in ("mean", "std")}

@@ -134,9 +134,9 @@ def choice(default: str, options: Sequence[str], *, quiet: bool = False) -> Any:
     return _field(default, Parameter(check, ("no such word", 1), quiet=quiet))
 
 
-def text(default: str) -> Any:
+def text(default: str, *, quiet: bool = False) -> Any:
     """Any string; the method checks its content."""
-    return _field(default, Parameter(checks.text, (1,)))
+    return _field(default, Parameter(checks.text, (1,), quiet=quiet))
 
 
 def state(default: Any = None) -> Any:

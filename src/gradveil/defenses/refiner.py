@@ -6,14 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradveil.core.errors import InputError
-from gradveil.core.parameters import flag, integer, number
+from gradveil.core.parameters import flag, integer, number, text
 from gradveil.defenses._denoising import denoise, noise_deviation
 from gradveil.defenses.base import DEFENSES, StepDefense, checked_gradients
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.models.evaluation import EvaluationNetwork, evaluation_network
+from gradveil.modality import Text
+from gradveil.models.evaluation import evaluation_network
+from gradveil.models.text_evaluation import COMMAND, text_evaluation_network
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory
 
@@ -22,6 +24,9 @@ SOLVER_STEPS = 50
 
 WARM_BYTES = 64 << 20
 """Bytes that the robust data in one client's memory may take; the least recently used samples are dropped first."""
+
+IMAGES = "images"
+"""The evaluation network that comes with gradveil."""
 
 _WARM_PREFIX = "refined/"
 
@@ -56,6 +61,10 @@ class Refiner(StepDefense):
     GELU LeNet with normalised images, epsilon .1); the paper's own adaptive attack does worse than the plain one. An
     active server's imprint block reads nine in ten images as if there were no defense (docs/active-servers.md).
 
+    For text, x are word vectors, v those of random words, `step` is in units of the vectors' spread, and there is no
+    box; padding stays padding. What the server then recovers is a blend of two words at each place; nobody has yet
+    tried to tell which of the two was the client's, so a report says little about attackers who do.
+
     Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
     of the client's own images and are not protected.
 
@@ -83,6 +92,8 @@ class Refiner(StepDefense):
         decay: factor by which each further layer counts less (tau).
         step: mean length of a search step, as the root mean square over an image's values.
         normalise: whether the utility metric has a unit, as above; False: with the weights as equation 3 prints them.
+        network: the evaluation network: ``"images"``, which comes with gradveil, or for text a file for the model's
+            embedding, see `gradveil.models.text_evaluation`.
 
     References:
         Fan, Chen, Wang, Li & Zhou, Refiner: Data Refining against Gradient Leakage Attacks in Federated Learning.
@@ -115,39 +126,55 @@ class Refiner(StepDefense):
     decay: float = number(0.95, above=0, high=1)
     step: float = number(0.01, above=0)
     normalise: bool = flag(True)
+    network: str = text(IMAGES, quiet=True)
 
     def step_gradients(self, client: ClientRound) -> Gradients:
         """The gradient of the robust data, projected to within `epsilon` of the client's own."""
         task, inputs, labels = client.task, client.inputs, client.targets
-        if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
-            raise InputError(
-                f"refiner: the evaluation network sees images of 1 or 3 channels, the inputs have shape "
-                f"{list(task.input_shape)}; use a defense that needs only gradients"
-            )
+        self.evaluation(task)
         own = task.gradients(inputs, labels)
         checked_gradients(self.name, own)
         if self.epsilon == 0:
             return own
-        noise = client.source.uniform(inputs)
+        noise = task.modality.noise(inputs, client.source)
         start, warm = self._start(inputs, labels, noise, client.memory)
         weights = self.search_weights(task, own, torch.lerp(inputs, noise, 0.5), labels)
         robust = self.refine(task, own, labels, start, weights, -(-self.iterations // 2) if warm else self.iterations)
         if client.memory is not None:
-            _remember(client.memory, inputs, labels, robust)
+            _remember(client.memory, inputs, labels, robust, whole=task.modality.bounds is None)
         return project(own, task.gradients(robust, labels), self.epsilon)
 
     def refine(
         self, task: Task, own: Gradients, labels: Tensor, start: Tensor, weights: Gradients, iterations: int
     ) -> Tensor:
         """The robust data for the client's `own` gradient that the search finds from `start`."""
-        network = evaluation_network(task.dtype, task.device)
+        network, unit = self.evaluation(task), task.modality.scale
         robust = start
         for index in range(iterations):
             slope = self._slope(task, robust, labels, own, weights, network)
             lengths = slope.flatten(1).square().mean(1).sqrt().clamp_min(torch.finfo(slope.dtype).tiny)
-            size = self.step * 2 * (1 - (index + 0.5) / iterations)
-            robust = (robust - size * slope / lengths.view(-1, 1, 1, 1)).clamp(0, 1)
+            size = unit * self.step * 2 * (1 - (index + 0.5) / iterations)
+            robust = task.modality.project(robust - size * slope / lengths.view(-1, *[1] * (slope.ndim - 1)))
         return robust
+
+    def evaluation(self, task: Task) -> nn.Module:
+        """The evaluation network for the inputs of a task."""
+        if isinstance(task.modality, Text):
+            if self.network == IMAGES:
+                raise InputError(
+                    "refiner: the evaluation network for images does not see words; make one for this embedding with "
+                    f"{COMMAND} and use refiner:network=FILE, or use a defense that needs only gradients"
+                )
+            network = text_evaluation_network(self.network, task.modality.vectors, task.modality.padding)
+            return network.to(task.device, task.dtype)
+        if self.network != IMAGES:
+            raise InputError(f"refiner: network is for text, got {self.network} and other inputs; leave it out")
+        if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
+            raise InputError(
+                f"refiner: the evaluation network sees images of 1 or 3 channels, the inputs have shape "
+                f"{list(task.input_shape)}; use a defense that needs only gradients"
+            )
+        return evaluation_network(task.dtype, task.device)
 
     def search_weights(self, task: Task, own: Gradients, half_noise: Tensor, labels: Tensor) -> Gradients:
         """The weights of the utility metric in the search: with `normalise`, such that it is 1 for `half_noise`."""
@@ -167,10 +194,11 @@ class Refiner(StepDefense):
     def adapt(self, task: Task, *, batch_size: int = 1, local: LocalSteps | None = None) -> Mapping[str, Knowledge]:
         """The paper does not consider the first of these attackers; the second is from its appendix M."""
         solving = "solves the equation that the utility metric leaves for the gradient"
-        return {
-            "undo-blend": Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend),
-            "solve-gradient": Knowledge(solving, before=self.solve_gradient, single_gradient=True),
-        }
+        solve = {"solve-gradient": Knowledge(solving, before=self.solve_gradient, single_gradient=True)}
+        if isinstance(task.modality, Text):  # noise in pixels can be taken out, a random word in a blend cannot
+            return solve
+        undo = Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend)
+        return {"undo-blend": undo, **solve}
 
     def undo_blend(self, images: Tensor) -> Tensor:
         r"""Recover the image from the robust data that an inversion of refiner's update leads to.
@@ -215,7 +243,7 @@ class Refiner(StepDefense):
         labels: Tensor,
         own: Gradients,
         weights: Gradients,
-        network: EvaluationNetwork,
+        network: nn.Module,
     ) -> Tensor:
         """The derivative of the objective with respect to the robust data."""
         leaf = robust.detach().requires_grad_()
@@ -296,12 +324,13 @@ def _keys(inputs: Tensor, labels: Tensor) -> list[str]:
     return [_WARM_PREFIX + hashlib.sha256(image.tobytes() + label.tobytes()).hexdigest() for image, label in pairs]
 
 
-def _remember(memory: Memory, inputs: Tensor, labels: Tensor, robust: Tensor) -> None:
+def _remember(memory: Memory, inputs: Tensor, labels: Tensor, robust: Tensor, *, whole: bool) -> None:
+    """Keep the robust data; in full precision if `whole`, because padding is recognised by its exact values."""
     memory["trained_on"] = robust
     for key, value in zip(_keys(inputs, labels), robust, strict=True):
         memory.pop(key, None)  # a mapping keeps its keys in insertion order, so this one moves to the end
-        memory[key] = value.half()
-    capacity = WARM_BYTES // (2 * robust[0].numel())
+        memory[key] = value if whole else value.half()
+    capacity = WARM_BYTES // ((robust.element_size() if whole else 2) * robust[0].numel())
     kept = [key for key in memory if key.startswith(_WARM_PREFIX)]
     for key in kept[: max(0, len(kept) - capacity)]:
         del memory[key]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import InputError
-from gradveil.core.randomness import derived_generator
+from gradveil.core.randomness import Source, derived_generator
 from gradveil.core.registry import Registry
 from gradveil.modality.written import Fragment, to_file
 
@@ -159,6 +159,19 @@ class Modality(ABC):
         x, y = (examples.detach().double().flatten(1) for examples in (originals, found))
         # The faster mode of cdist, by matrix products, loses the small distances that matter here.
         return torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+
+    def noise(self, inputs: Tensor, source: Source) -> Tensor:
+        """Inputs of the same shape that have nothing to do with these: by default uniform numbers in their range."""
+        if self.bounds is None:
+            raise InputError(f"{self.name} inputs: have no range to draw random ones from")
+        low, high = self.bounds
+        drawn = source.uniform(inputs)
+        return drawn if self.bounds == (0.0, 1.0) else low + (high - low) * drawn
+
+    @property
+    def scale(self) -> float:
+        """How far typical values of inputs are apart, where methods take steps of a given length."""
+        return 1.0
 
     def prior(self, inputs: Tensor, *, rounding: float = 0.0) -> Tensor | None:
         """How unlikely a batch ``[N, *input_shape]`` looks, as a differentiable scalar; None without a prior.

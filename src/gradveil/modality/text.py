@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.core.errors import DataError, InputError
+from gradveil.core.randomness import Source
 from gradveil.modality.base import MODALITIES, Written
 from gradveil.modality.embedded import EmbeddedInput, nearest_rows
 from gradveil.modality.words import TOKENIZERS, Tokenizer
@@ -85,7 +86,8 @@ class Text(Written):
         return self.tokenizer
 
     @property
-    def _bound_table(self) -> Tensor:
+    def vectors(self) -> Tensor:
+        """The table; refused as long as no model is known."""
         if self.table is None:
             raise InputError(
                 "text: token ids become inputs by the embedding of a model, and no model is known yet; use "
@@ -153,7 +155,7 @@ class Text(Written):
 
     def inputs_of(self, stored: Tensor) -> Tensor:
         """Look the embedding vectors up."""
-        table = self._bound_table
+        table = self.vectors
         inputs = table[stored.long()]
         twins = (inputs == table[self.padding]).all(-1) & (stored != self.padding)
         if bool(twins.any()):
@@ -165,7 +167,7 @@ class Text(Written):
 
     def tokens_of(self, inputs: Tensor) -> Tensor:
         """The ids ``[..., L]`` of the tokens whose vectors are nearest to ``[..., L, d]``."""
-        return nearest_rows(inputs, self._bound_table.to(inputs.device), self.padding)
+        return nearest_rows(inputs, self.vectors.to(inputs.device), self.padding)
 
     def sentences(self, inputs: Tensor) -> list[str]:
         """The texts of a batch ``[N, L, d]``."""
@@ -180,7 +182,7 @@ class Text(Written):
         self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """Normal vectors with the mean and the spread of the table."""
-        table = self._bound_table.to(device, dtype)
+        table = self.vectors.to(device, dtype)
         rows = torch.cat([table[: self.padding], table[self.padding + 1 :]])
         drawn = torch.randn(tuple(shape), generator=generator, dtype=dtype, device=device)
         return rows.mean(0) + rows.std(0, correction=0) * drawn
@@ -195,7 +197,21 @@ class Text(Written):
         lengths = lengths_of(updates[self.positions])
         places = torch.arange(start.shape[-2], device=start.device)
         padded = places >= lengths.to(start.device).view(-1, *[1] * (start.ndim - 2))
-        return torch.where(padded[..., None], self._bound_table.to(start)[self.padding], start)
+        return torch.where(padded[..., None], self.vectors.to(start)[self.padding], start)
+
+    def noise(self, inputs: Tensor, source: Source) -> Tensor:
+        """The vectors of random words, with padding where these inputs have padding."""
+        table = self.vectors.to(inputs)
+        real = self.tokens_of(inputs) != self.padding
+        words = torch.tensor(source.integers(self.vocabulary - 1, int(real.sum())), device=inputs.device)
+        found = table[self.padding].expand_as(inputs).clone()
+        found[real] = table[words + (words >= self.padding)]
+        return found
+
+    @property
+    def scale(self) -> float:
+        """The spread of the table."""
+        return float(self.vectors.std(correction=0))
 
     def project(self, inputs: Tensor) -> Tensor:
         """Any vector may be tried."""
@@ -203,7 +219,7 @@ class Text(Written):
 
     def decode(self, found: Tensor) -> Tensor:
         """The vectors of the nearest tokens."""
-        return self._bound_table.to(found)[self.tokens_of(found)]
+        return self.vectors.to(found)[self.tokens_of(found)]
 
     def repaired(self, found: Tensor) -> Tensor:
         """The vectors of the nearest tokens, with 0 for what is not finite."""

@@ -1,14 +1,19 @@
 """The tables of a report, for terminals, for the sortable page and as CSV."""
 
 import csv
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from io import StringIO
+from statistics import fmean
 
-from gradveil.audit.rows import IdentificationRow, MatchRow, MethodId, UtilityRow
+from gradveil.audit.rows import IdentificationRow, MatchRow, MethodId, ResultRow, UtilityRow
 from gradveil.audit.statistics import Interval, rank
+from gradveil.audit.store import BLIND_GUESS
 from gradveil.metrics import Metric
+from gradveil.modality import Drawn
+from gradveil.modality.written import from_file
+from gradveil.report import _images as images
 from gradveil.report._evidence import Evidence, evidence
 from gradveil.report._scores import (
     Score,
@@ -190,6 +195,40 @@ def attack_table(audit: Audit) -> Table:
         yield _cell(result.seconds, seconds)
 
     return _table(columns, (cells(*pair, result) for pair, result in results.items()))
+
+
+def column_table(audit: Audit) -> Table:
+    """How often the strongest attack recovers each column of written examples; empty if they have no columns."""
+    if isinstance(audit.modality, Drawn):
+        return Table((), ())
+    best = [(defense, found[0]) for defense in audit.defenses if (found := strongest(audit, defense))]
+    counts: list[tuple[str | None, MethodId, Mapping[str, float]]] = [
+        (None, MethodId(BLIND_GUESS), _recovered_by_column(audit, audit.blind)),
+        *((defense, attack, _recovered_by_column(audit, audit.rows_of(defense, attack))) for defense, attack in best),
+    ]
+    names = list(dict.fromkeys(name for *_, shares in counts for name in shares if name))
+    columns = [
+        Column("Defense", "What the client did to its update before sharing it.", numeric=False),
+        Column("Attack", "The attack that recovers most.", numeric=False),
+        *(Column(name, f"Share of the {audit.modality.unit}s in which this column was recovered.") for name in names),
+    ]
+
+    def cells(defense: str | None, attack: MethodId, shares: Mapping[str, float]) -> Iterator[Cell]:
+        yield Cell(defense or MISSING, defense)
+        yield Cell(audit.short_name(attack), attack.title)
+        yield from (_share(shares.get(name)) for name in names)
+
+    return _table(columns, (cells(*row) for row in counts) if names else ())
+
+
+def _recovered_by_column(audit: Audit, rows: Iterable[ResultRow]) -> dict[str, float]:
+    """The share of the examples in which each column was recovered."""
+    marks: dict[str, list[bool]] = {}
+    for row in rows:
+        content = images.reconstruction(audit, row)
+        for fragment in (part for example in (from_file(content) if content else ()) for part in example):
+            marks.setdefault(fragment.column, []).append(bool(fragment.recovered))
+    return {name: fmean(found) for name, found in marks.items()}
 
 
 def evidence_table(audit: Audit) -> Table:

@@ -10,13 +10,21 @@ from gradveil.core.folders import replace_file
 from gradveil.metrics.identification import proportion
 from gradveil.report._evidence import evidence, lacking
 from gradveil.report._scores import score
-from gradveil.report._tables import Table, attack_table, evidence_table, identification_table, utility_table
+from gradveil.report._tables import (
+    Table,
+    attack_table,
+    column_table,
+    evidence_table,
+    identification_table,
+    utility_table,
+)
 from gradveil.report._text import join
 from gradveil.report.judgement import Outcome, identification_outcome, judge, label_leak, label_outcome, outcome
 from gradveil.report.read import UNDEFENDED, Audit
 
 TABLES: Mapping[str, Callable[[Audit], Table]] = {
     "attacks": attack_table,
+    "columns": column_table,
     "evidence": evidence_table,
     "identification": identification_table,
     "cost": utility_table,

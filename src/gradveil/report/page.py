@@ -22,6 +22,7 @@ from gradveil.report._subject import attacked, untested
 from gradveil.report._tables import (
     Table,
     attack_table,
+    column_table,
     evidence_table,
     identification_table,
     match_table,
@@ -79,6 +80,7 @@ def render(audit: Audit) -> str:
     shown = figures(audit)
     tables = {
         "attacks": attack_table(audit),
+        "columns": column_table(audit),
         "evidence": evidence_table(audit),
         "identification": identification_table(audit),
         "utility": utility_table(audit),
