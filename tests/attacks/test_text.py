@@ -23,7 +23,6 @@ QUICK = {
     "tag": {"iterations": 20},
     "dager": {},
     "grad-inversion": {"iterations": 10, "seeds": 2, "tv": 0.0},
-    "dager": {},
 }
 
 
