@@ -38,8 +38,9 @@ class Dager(Attack):
     token (and its position), so that the whole vocabulary is tried: the tokens that lie in the span are those of the
     batch. In the second block x_t depends on the tokens up to t (with a causal mask), so sentences are found token by
     token: a prefix is continued by every token found whose vector lies in the span. A prefix without continuation is a
-    whole sentence. An encoder is attacked for single sentences only, where the positions that its first block adds say
-    which token stands where.
+    whole sentence. In an encoder x_t depends on all tokens of its sentence; there the positions that the first block
+    adds say which tokens stand where, and choices of them are improved one exchange at a time until all their vectors
+    lie in the span.
 
     Under rotary positions, a sentence that begins with the same token twice looks like one that begins with it once:
     repetitions of the first token are only kept if another token follows. Among more sentences than the batch has,
@@ -92,12 +93,7 @@ class Dager(Attack):
                 f"{self.name}: needs the gradient of one step in one round, got local={threat.local} and "
                 f"rounds={threat.rounds}; use ThreatModel(local=None, rounds=1)"
             )
-        blocks = self._blocks(task)
-        if not all(block.causal for block in blocks) and threat.batch_size > 1:
-            raise ThreatModelError(
-                f"{self.name}: in an encoder every token depends on all others, so that only single sentences can be "
-                f"found, got batch_size={threat.batch_size}; use batch size 1, or a causal model"
-            )
+        self._blocks(task)
 
     @torch.no_grad()
     def run(self, problem: Problem) -> Reconstruction:
@@ -146,7 +142,7 @@ class Dager(Attack):
             first, second = (self._space(problem, update, block, noise) for block in blocks)
             size = text.padding, task.input_shape[0]
             search = Search(table, *size, blocks, (first, second), self.tolerance, noise, self.beam)
-            found = self._found_by(search, problem.examples)
+            found = self._found_by(search, problem)
             if bool(found[2].all()):
                 break
         return found
@@ -158,11 +154,15 @@ class Dager(Attack):
             return ("none",)
         return ("none", "known" if knowledge.variance and knowledge.read is None else "estimated")
 
-    def _found_by(self, search: Search, examples: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _found_by(self, search: Search, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+        examples = problem.examples
         if search.is_hopeless:
             return _filled([], [], search, examples)
         allowed = search.tokens()
-        sentences = search.by_prefix(allowed) if search.blocks[1].causal else search.by_position(allowed)
+        if search.blocks[1].causal:
+            sentences = search.by_prefix(allowed)
+        else:
+            sentences = search.by_position(allowed, examples, problem.generator)
         chosen, tokens = search.chosen(sentences, examples), torch.cat(allowed).tolist()
         used = {token for sentence in chosen for token in sentence.tokens}
         if len(used) < len(set(tokens)) / 2:
