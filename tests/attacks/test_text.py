@@ -21,8 +21,8 @@ QUICK = {
     "inverting-gradients": {"iterations": 20, "tv": 0.0},
     "lti": {"directions": 8, "epochs": 2},
     "tag": {"iterations": 20},
-    "grad-inversion": {"iterations": 10, "seeds": 2, "tv": 0.0},
     "dager": {},
+    "grad-inversion": {"iterations": 10, "seeds": 2, "tv": 0.0},
 }
 
 

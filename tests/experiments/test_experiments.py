@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 17
+    assert len(NAMES) == 18
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -92,6 +92,7 @@ PAGES = {
     "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
     "faces": ("experiments/faces/README.md", None),
     "membership": ("experiments/membership/README.md", None),
+    "dager": ("experiments/dager/README.md", None),
 }
 
 
