@@ -87,6 +87,15 @@ def test_tiny_noise_stops_the_plain_form_only(task, count):
     adaptive, recovered = attack(task, tokens, noise, adaptive=True)
     assert as_set(recovered) == as_set(tokens)
     assert 1e-6 < adaptive.loss[0] < 1e-2
+    assert not adaptive.certain.any()  # it cannot be sure, although it is right
+
+
+def test_knowing_that_there_is_no_noise_is_no_worse_than_not_knowing(task):
+    tokens = sentences(4, seed=9)
+    for defense in ("none", "gaussian-noise:std=0", "dp-sgd:clip=0.1,noise_multiplier=0"):
+        found, recovered = attack(task, tokens, defense, adaptive=True)
+        assert as_set(recovered) == as_set(tokens)
+        assert found.certain.all()
 
 
 def test_clipping_leaves_the_span_alone(task):
@@ -156,16 +165,25 @@ def test_a_causal_classifier_with_learned_positions():
     assert sorted(found.labels[0].tolist()) == [0, 1]
 
 
-def test_an_encoder_gives_single_sentences_away():
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_an_encoder_gives_its_batch_away(count):
     torch.manual_seed(0)
     encoder = bound(TextTransformer((LENGTH,), 2, VOCABULARY, width=WIDTH))
-    tokens = sentences(1, seed=4)
-    found, recovered = attack(encoder, tokens, labels=torch.tensor([1]))
+    tokens = sentences(count, seed=4)
+    found, recovered = attack(encoder, tokens, labels=torch.arange(count) % 2)
     assert as_set(recovered) == as_set(tokens)
     assert found.certain.all()
-    assert found.labels.tolist() == [[1]]
-    with pytest.raises(ThreatModelError, match="in an encoder every token depends on all others.*got batch_size=2"):
-        attack(encoder, sentences(2), labels=torch.tensor([0, 1]))
+    assert found.labels.shape == (1, count)
+
+
+def test_an_encoder_under_tiny_noise():
+    torch.manual_seed(0)
+    encoder = bound(TextTransformer((LENGTH,), 2, VOCABULARY, width=WIDTH))
+    tokens, labels = sentences(1, seed=4), torch.tensor([1])
+    plain, _ = attack(encoder, tokens, "gaussian-noise:std=1e-6", labels=labels)
+    assert not plain.certain.any()
+    _, recovered = attack(encoder, tokens, "gaussian-noise:std=1e-6", labels=labels, adaptive=True)
+    assert as_set(recovered) == as_set(tokens)
 
 
 def test_what_it_cannot_attack_is_refused(task, tiny_task):

@@ -15,6 +15,7 @@ _QUANTILE = 0.9
 # Wrong tokens are hardly ever nearer to the span than this share of the distance within which 90 % of them lie; if the
 # noise was estimated, than the median by this often the distance from there to the quantile.
 _NEAR, _TIMES = 0.4, 2.0
+_ATTEMPTS = 8  # for each sentence of an encoder's batch, to find it from random tokens
 _REPETITIONS = 3  # of a sentence's first token, which leave no trace by themselves
 _NEW = 1e-6  # of a dimension that a sentence must add to those already explained
 # Under noise: what a token that fits is worth, the most that one that does not may cost (some directions drown, and
@@ -109,17 +110,52 @@ class Search:
             near = max(near, _NEAR * upper if self.noise == "known" else middle - _TIMES * (upper - middle))
         return [column.argsort()[: int((column <= near).sum())] for column in distances.T]
 
-    def by_position(self, allowed: Sequence[Tensor]) -> list[Sentence]:
-        """The one sentence of an encoder's batch, if exactly one token is near the span at each of its positions."""
-        counts = [len(tokens) for tokens in allowed]
-        length = counts.index(0) if 0 in counts else len(counts)
-        if not length or set(counts[:length]) != {1} or any(counts[length:]):
-            return []
-        tokens = torch.cat(list(allowed[:length]))
-        values, distances = self._judge(self.blocks[1].inputs(self.table[tokens][None], 0)[0])
-        if not bool(values.isfinite().all()):
-            return []
-        return [Sentence(tuple(tokens.tolist()), tuple(values.tolist()), tuple(distances.tolist()))]
+    def by_position(self, allowed: Sequence[Tensor], count: int, generator: torch.Generator) -> list[Sentence]:
+        """The sentences of an encoder's batch, in which every vector depends on all tokens of its sentence.
+
+        The first block says which tokens stand at each position. For each length, random choices of them are improved
+        by exchanging one token at a time, until all vectors lie in the second span.
+
+        Args:
+            allowed: for each position, the tokens near the first span.
+            count: how many sentences there are.
+            generator: draws the choices.
+        """
+        allowed = [allowed[position % len(allowed)] for position in range(self.length)]
+        sizes = [len(tokens) for tokens in allowed] + [0]
+        longest = sizes.index(0)
+        # Where tokens become fewer a sentence ends, most likely: two may have the same token there.
+        lengths = sorted(range(longest, 0, -1), key=lambda length: sizes[length] >= sizes[length - 1])
+        found: dict[tuple[int, ...], Sentence] = {}
+        for length in lengths:
+            for _ in range(1 if set(sizes[:length]) == {1} else _ATTEMPTS * count):
+                if len(found) == count:
+                    return list(found.values())
+                sentence = self._improved(allowed[:length], generator)
+                if sentence is not None:
+                    found[sentence.tokens] = sentence
+        return list(found.values())
+
+    def _improved(self, allowed: Sequence[Tensor], generator: torch.Generator) -> Sentence | None:
+        """A sentence of these tokens whose vectors all lie in the second span; None if this attempt found none."""
+        drawn = [int(torch.randint(len(tokens), (), generator=generator)) for tokens in allowed]
+        tokens = torch.stack([choices[place] for choices, place in zip(allowed, drawn, strict=True)])
+        least = torch.inf
+        while True:
+            swaps = [(place, token) for place, choices in enumerate(allowed) for token in choices.tolist()]
+            tried = tokens.repeat(len(swaps), 1)
+            tried[torch.arange(len(swaps)), torch.tensor([place for place, _ in swaps])] = torch.tensor(
+                [token for _, token in swaps], device=tokens.device
+            )
+            values, distances = self._judge(self.blocks[1].inputs(self.table[tried], 0).flatten(0, 1))
+            distances = distances.view(len(swaps), -1)
+            best = int(distances.square().sum(1).argmin())
+            tokens, cost = tried[best], float(distances[best].square().sum())
+            if bool((chosen := values.view(len(swaps), -1)[best]).isfinite().all()):
+                return Sentence(tuple(tokens.tolist()), tuple(chosen.tolist()), tuple(distances[best].tolist()))
+            if not cost < least:
+                return None
+            least = cost
 
     def by_prefix(self, allowed: Sequence[Tensor]) -> list[Sentence]:
         """The sentences of a causal model's batch, found token by token.

@@ -38,8 +38,9 @@ class Dager(Attack):
     token (and its position), so that the whole vocabulary is tried: the tokens that lie in the span are those of the
     batch. In the second block x_t depends on the tokens up to t (with a causal mask), so sentences are found token by
     token: a prefix is continued by every token found whose vector lies in the span. A prefix without continuation is a
-    whole sentence. An encoder is attacked for single sentences only, where the positions that its first block adds say
-    which token stands where.
+    whole sentence. In an encoder x_t depends on all tokens of its sentence; there the positions that the first block
+    adds say which tokens stand where, and choices of them are improved one exchange at a time until all their vectors
+    lie in the span.
 
     Under rotary positions, a sentence that begins with the same token twice looks like one that begins with it once:
     repetitions of the first token are only kept if another token follows. Among more sentences than the batch has,
@@ -50,7 +51,8 @@ class Dager(Attack):
     singular values of a random matrix with the defense's noise, and compares the distance of a vector from it with the
     distance that this noise explains, vector by vector. Where a defense withholds or coarsens values, the gradients are
     first completed to a low rank, as far as the defense's `Knowledge` says, and the noise is estimated. Clipping leaves
-    the span alone. Works for one step and a single round.
+    the span alone. Only sentences in an exact span are `certain`; that is tried first. Works for one step and a single
+    round.
 
     Args:
         tolerance: distance from the span, of a vector of length 1, that rounding explains; 1e-3 of that for the
@@ -91,12 +93,7 @@ class Dager(Attack):
                 f"{self.name}: needs the gradient of one step in one round, got local={threat.local} and "
                 f"rounds={threat.rounds}; use ThreatModel(local=None, rounds=1)"
             )
-        blocks = self._blocks(task)
-        if not all(block.causal for block in blocks) and threat.batch_size > 1:
-            raise ThreatModelError(
-                f"{self.name}: in an encoder every token depends on all others, so that only single sentences can be "
-                f"found, got batch_size={threat.batch_size}; use batch size 1, or a causal model"
-            )
+        self._blocks(task)
 
     @torch.no_grad()
     def run(self, problem: Problem) -> Reconstruction:
@@ -138,45 +135,49 @@ class Dager(Attack):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The tokens ``[examples, L]`` of one victim, their mean distances from the span, and which are certain."""
         task, text = problem.task, _text_of(self.name, problem.task)
-        update = {name: value[victim].double() for name, value in problem.updates.items()}
-        first, second = (self._space(problem, update, block) for block in blocks)
+        update = {name: value[victim] for name, value in problem.updates.items()}
         assert text.table is not None  # the modality of a task is bound
-        search = Search(
-            text.table.to(task.device, task.dtype),
-            text.padding,
-            task.input_shape[0],
-            blocks,
-            (first, second),
-            self.tolerance,
-            self._noise(problem),
-            self.beam,
-        )
+        table = text.table.to(task.device, task.dtype)
+        for noise in self._assumptions(problem):
+            first, second = (self._space(problem, update, block, noise) for block in blocks)
+            size = text.padding, task.input_shape[0]
+            search = Search(table, *size, blocks, (first, second), self.tolerance, noise, self.beam)
+            found = self._found_by(search, problem)
+            if bool(found[2].all()):
+                break
+        return found
+
+    def _assumptions(self, problem: Problem) -> tuple[str, ...]:
+        """What to take the noise on the gradients for, until all sentences are certain; see `Search`."""
+        knowledge = problem.knowledge
+        if knowledge is None:
+            return ("none",)
+        return ("none", "known" if knowledge.variance and knowledge.read is None else "estimated")
+
+    def _found_by(self, search: Search, problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+        examples = problem.examples
         if search.is_hopeless:
-            return _filled([], [], search, problem.examples)
+            return _filled([], [], search, examples)
         allowed = search.tokens()
-        sentences = search.by_prefix(allowed) if blocks[1].causal else search.by_position(allowed)
-        chosen, tokens = search.chosen(sentences, problem.examples), torch.cat(allowed).tolist()
+        if search.blocks[1].causal:
+            sentences = search.by_prefix(allowed)
+        else:
+            sentences = search.by_position(allowed, examples, problem.generator)
+        chosen, tokens = search.chosen(sentences, examples), torch.cat(allowed).tolist()
         used = {token for sentence in chosen for token in sentence.tokens}
         if len(used) < len(set(tokens)) / 2:
             chosen = []
-        return _filled(chosen, tokens, search, problem.examples)
+        return _filled(chosen, tokens, search, examples)
 
-    def _space(self, problem: Problem, update: Gradients, block: AttentionBlock) -> RowSpace:
-        """The span of a block's gradients, as far as the attacker knows."""
-        matrices, knowledge = [update[name] for name in block.projections], problem.knowledge
-        if knowledge is None:
-            return row_space(torch.cat(matrices), 1e-3 * self.tolerance)
-        if self._noise(problem) == "known":
+    def _space(self, problem: Problem, update: Gradients, block: AttentionBlock, noise: str) -> RowSpace:
+        """The span of a block's gradients under an assumption about their noise."""
+        shared, knowledge = {name: update[name].double() for name in block.projections}, problem.knowledge
+        if knowledge is None or noise == "none":
+            return row_space(torch.cat(list(shared.values())), 1e-3 * self.tolerance)
+        if noise == "known":
             variance = knowledge.variance(update) if callable(knowledge.variance) else knowledge.variance
-            return noisy_row_space(matrices, float(variance))
-        shared = {name: update[name] for name in block.projections}
+            return noisy_row_space(list(shared.values()), float(variance))
         return completed_row_space(shared, knowledge.read or _believe, self._scale(problem, block))
-
-    def _noise(self, problem: Problem) -> str:
-        """What is known about the noise on the gradients."""
-        if problem.knowledge is None:
-            return "none"
-        return "known" if problem.knowledge.variance and problem.knowledge.read is None else "estimated"
 
     def _scale(self, problem: Problem, block: AttentionBlock) -> Tensor:
         """The size of each value that enters a block, for sentences of random tokens."""
@@ -217,7 +218,7 @@ def _filled(
     distances, certain = torch.ones(examples, dtype=torch.float64), torch.zeros(examples, dtype=torch.bool)
     for place, sentence in enumerate(sentences):
         found[place, : len(sentence.tokens)] = torch.tensor(sentence.tokens)
-        distances[place], certain[place] = sum(sentence.distances) / len(sentence.tokens), True
+        distances[place], certain[place] = sum(sentence.distances) / len(sentence.tokens), search.noise == "none"
     used = {token for sentence in sentences for token in sentence.tokens}
     rest = [token for token in tokens if token not in used]
     for place in range(len(sentences), examples):

@@ -62,8 +62,7 @@ def run(options: Mapping[str, Any]) -> None:
         model = default_model(dataset, AuditConfig().model) if begins else None
         options = {**options, "dataset": dataset, "model": options["model"] or model}
         if begins and is_text(parse_spec(dataset)[0]) and not options["attack"]:
-            exact = ["dager"] if parse_spec(options["model"])[0] in ATTENTIVE else []
-            options = {**options, "attack": [*exact, *TEXT_ATTACKS]}
+            options = {**options, "attack": _text_attacks(options)}
     resume: bool = options["resume"]
     fail_if: list[str] = options["fail_if"] or []
     for condition in fail_if:
@@ -128,6 +127,16 @@ def run(options: Mapping[str, Any]) -> None:
             raise
         raise WorkerError(f"{error}. Resume with: {how_to_resume('audit', folder, config.model)}") from None
     _report.show(folder, fail_if, as_json=options["as_json"])
+
+
+def _text_attacks(options: Mapping[str, Any]) -> list[str]:
+    """The attacks on texts if none is named; `dager` only where it can work."""
+    name, parameters = parse_spec(options["model"])
+    single = (options[setting] in (None, 1) for setting in ("batch_size", "aggregated"))
+    one_step = options["local_epochs"] is None and options["observed_rounds"] in (None, 1)
+    decoder = name == "smollm2" or parameters.get("causal") is True
+    works = name in ATTENTIVE and one_step and (decoder or all(single))
+    return [*(["dager"] if works else []), *TEXT_ATTACKS]
 
 
 def _announce(plan: Plan) -> None:
