@@ -91,7 +91,8 @@ def measure(setting: Setting) -> None:
     print(
         f"{setting.model:9} N {setting.candidates:5,} batch {setting.batch:2}, {setting.updates:2} updates, "
         f"{setting.local_epochs or 'no'} local steps, {setting.defense:36} {setting.attack:26} "
-        f"{whole / setting.updates / gradient:7,.0f} plain gradients ({1000 * gradient:.1f} ms) per update; peak {peak:.2f} GiB",
+        f"{whole / setting.updates / gradient:7,.0f} plain gradients ({1000 * gradient:.1f} ms) per update; "
+        f"peak {peak:.2f} GiB",
         flush=True,
     )
 
