@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .PHONY: audit test test-deployment lint format index clean
 
 audit: .venv/.installed
-	$(BIN)/gradveil audit --resume
+	$(BIN)/gradveil audit --budget quick --resume
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -22,7 +22,7 @@ from gradveil.core.registry import parse_spec
 from gradveil.core.work import nominal_seconds
 from gradveil.defenses import create as create_defense
 from gradveil.defenses.base import Batch
-from gradveil.metrics import METRICS, match
+from gradveil.metrics import METRICS, Scorer
 from gradveil.task import Gradients, Task
 
 MOST_RESTARTS = 4
@@ -222,8 +222,8 @@ class Calibration:
         metric, modality = METRICS.get(self.task.modality.primary), self.task.modality
         closeness = []
         for originals, reconstructed in zip(self.inputs, found.inputs, strict=True):
-            repaired = modality.repaired(reconstructed)
-            scores = metric.compute(originals, repaired[match(originals, repaired)])
+            matched = Scorer(modality).matched(originals, reconstructed)
+            scores = metric.compute(modality.compared(originals), modality.compared(matched))
             assert scores is not None  # the primary metric can always be computed
             closeness.append(metric.closeness(scores.mean().item()))
         return Trial(member, price, attack, closeness, distances(self.task, self.updates, found, self.threat).tolist())

@@ -23,12 +23,6 @@ from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_o
 from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, ParameterError, WorkerError
 from gradveil.core.registry import parse_spec
-from gradveil.data import is_text
-
-ATTENTIVE = ("text-transformer", "smollm2")
-"""The models in which `dager` finds attention blocks."""
-TEXT_ATTACKS = ("idlg:iterations=150", "tag:iterations=400")
-"""What an audit of texts runs if no attack is named: those by default are for images."""
 
 BUDGETS = {"quick": 2.0, "standard": 5.0, "thorough": 30.0}
 """Nominal seconds for each victim that `auto` gets, by the name of the budget."""
@@ -61,8 +55,6 @@ def run(options: Mapping[str, Any]) -> None:
         begins = not (options["resume"] and output is not None)
         model = default_model(dataset, AuditConfig().model) if begins else None
         options = {**options, "dataset": dataset, "model": options["model"] or model}
-        if begins and is_text(parse_spec(dataset)[0]) and not options["attack"]:
-            options = {**options, "attack": _text_attacks(options)}
     resume: bool = options["resume"]
     fail_if: list[str] = options["fail_if"] or []
     for condition in fail_if:
@@ -127,16 +119,6 @@ def run(options: Mapping[str, Any]) -> None:
             raise
         raise WorkerError(f"{error}. Resume with: {how_to_resume('audit', folder, config.model)}") from None
     _report.show(folder, fail_if, as_json=options["as_json"])
-
-
-def _text_attacks(options: Mapping[str, Any]) -> list[str]:
-    """The attacks on texts if none is named; `dager` only where it can work."""
-    name, parameters = parse_spec(options["model"])
-    single = (options[setting] in (None, 1) for setting in ("batch_size", "aggregated"))
-    one_step = options["local_epochs"] is None and options["observed_rounds"] in (None, 1)
-    decoder = name == "smollm2" or parameters.get("causal") is True
-    works = name in ATTENTIVE and one_step and (decoder or all(single))
-    return [*(["dager"] if works else []), *TEXT_ATTACKS]
 
 
 def _announce(plan: Plan) -> None:
