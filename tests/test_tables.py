@@ -14,6 +14,7 @@ import torch
 import gradveil
 from gradveil import data, metrics, report
 from gradveil.attacks import ATTACKS, Reconstruction
+from gradveil.attacks._restarts import ensembled
 from gradveil.audit import AuditConfig, cases, run
 from gradveil.audit._worker import dataset_from
 from gradveil.audit.workers import share
@@ -230,3 +231,16 @@ def test_images_are_compared_with_their_class_mean_alone():
     alone = scorer.blind_scores(victims.inputs.flatten(0, 1), guess.flatten(0, 1))
     found = cases.blind_scores(scorer, train, victims, guess)
     assert all(torch.equal(found[name].flatten(), scores) for name, scores in alone.items())
+
+
+def test_restarts_that_are_as_good_are_averaged(loaded):
+    modality = loaded.train.modality
+    truth, _ = loaded.train.batch([0, 1])
+    soft = modality.project(truth + torch.randn(3, *truth.shape, generator=torch.Generator().manual_seed(0)) / 4)
+    tensors = torch.stack([soft[0], soft[1].flip(0), soft[2]])  # in one restart the rows are in another order
+    labels, steps = torch.zeros(3, 2, dtype=torch.long), torch.ones(3, dtype=torch.long)
+    for losses, kept in (([1.0, 1.001, 1.002], [0, 1, 2]), ([1.0, 1.5, 1.009], [0, 2]), ([3.0, 3.2, 3.4], [0])):
+        found = Reconstruction(tensors, labels, torch.tensor(losses), steps)
+        (result,) = ensembled(found, torch.tensor([0]), 3, modality)
+        torch.testing.assert_close(result, soft[kept].mean(0))
+        assert torch.allclose(modality.project(result), result, atol=1e-6)

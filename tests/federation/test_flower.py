@@ -1577,13 +1577,18 @@ print(far, moved, here.history == there.history, len(reports))
 """
 
 
-def test_the_command_line_trains_on_flower(monkeypatch, capsys):
+@pytest.mark.parametrize("table", [False, True], ids=["digits", "table"])
+def test_the_command_line_trains_on_flower(monkeypatch, capsys, tmp_path, table):
     monkeypatch.setattr(simulation, "run_on_ray", in_process)
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets its own
-    results = []
+    results, data = [], []
+    if table:
+        rows = [f"{place % 60},{'abc'[place % 3]},{'no' if place % 7 < 3 else 'yes'}" for place in range(200)]
+        (tmp_path / "rows.csv").write_text("\n".join(["age,kind,answer", *rows]))
+        data = ["--dataset", str(tmp_path / "rows.csv"), "--target", "answer"]
     for engine in ("local", "flower"):
-        words = f"train --engine {engine} --model mlp --rounds 2 --clients 3 --batch-size 8 --json".split()
+        words = f"train --engine {engine} --model mlp --rounds 2 --clients 3 --batch-size 8 --json".split() + data
         monkeypatch.setattr(sys, "argv", ["gradveil", *words])
         with pytest.raises(SystemExit, match="0"):
             cli.main()
@@ -1591,7 +1596,7 @@ def test_the_command_line_trains_on_flower(monkeypatch, capsys):
     here, there = results
     assert there["accuracy"] == here["accuracy"]
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
-    assert there["download_bytes"] > 4 * 28 * 28
+    assert there["download_bytes"] > 4 * (200 if table else 28 * 28)
 
 
 @pytest.mark.slow

@@ -56,6 +56,8 @@ class Modality(ABC):
 
     Among many examples of a batch, some resemble some of any other batch; that is no leak if examples are so alike.
     """
+    ensembles: ClassVar[bool] = False
+    """Whether the restarts of an attack that explain an update equally well are averaged, instead of choosing one."""
     shown_as: ClassVar[str]
     """The ending of the files in which examples are shown."""
 

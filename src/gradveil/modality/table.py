@@ -122,6 +122,7 @@ class Table(Written):
     )
     threshold = LEAST_CELLS
     draws = DRAWS
+    ensembles = True
     margin = "at least halfway to all cells from"
 
     columns: tuple[Column, ...] = state(())
