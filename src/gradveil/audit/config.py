@@ -66,8 +66,8 @@ class AuditConfig(Settings):
         stage: the share of the training after which victims are attacked, in [0, 1]: the audit itself first trains the
             model undefended for that share of `rounds`. 0: at the weights as they are given.
         shared: patterns such as ``"layer1*,*.bias"`` (`fnmatch`), with commas between them, of the parameters that
-            leave the client; None: all. The attacker is granted the values of the others. In the training they stay as
-            they are.
+            leave the client; None: all but the embedding of a text model. The attacker is granted the values of the
+            others. In the training they stay as they are.
         norms: batch norm in ``"train"`` or ``"inference"`` mode; None: as the model is built.
         dropout: ``"train"``: clients draw fresh dropout masks in every step, as they do in training, and matching
             attackers search for these masks too; ``"inference"``: dropout is off. Without dropout in the model, both

@@ -137,7 +137,9 @@ def audit(
     ] = None,
     shared: Annotated[
         str | None,
-        _setting("shared", 'Only parameters of these names leave the client, e.g. "layer1*,*.bias".', "all"),
+        _setting(
+            "shared", 'Only parameters of these names leave the client, e.g. "layer1*,*.bias".', "all but embeddings"
+        ),
     ] = None,
     norms: Annotated[
         str | None, _setting("norms", "Batch norm in train or inference mode.", "as the model comes")

@@ -15,7 +15,10 @@ def train(
         str | None, typer.Option(help="The column of a table that the model predicts.", show_default="that of the data")
     ] = None,
     model: Annotated[
-        str, typer.Option(help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs FILE.py; mlp for tables.")
+        str,
+        typer.Option(
+            help="E.g. lenet:activation=relu, or FILE.py@FUNCTION, which runs FILE.py; others for tables and text."
+        ),
     ] = "mnist-cnn",
     defense: Annotated[str, typer.Option(help="NAME[:k=v,...]; + chains, +error-feedback wraps.")] = "none",
     compare: Annotated[
