@@ -164,9 +164,9 @@ class Dager(Attack):
             sentences = search.by_prefix(allowed)
         else:
             sentences = search.by_position(allowed, examples, problem.generator)
-        chosen, tokens = search.chosen(sentences, examples), torch.cat(allowed).tolist()
+        chosen, tokens = search.chosen(sentences, examples), list(dict.fromkeys(torch.cat(allowed).tolist()))
         used = {token for sentence in chosen for token in sentence.tokens}
-        if len(used) < len(set(tokens)) / 2:
+        if len(used) < len(tokens) / 2:
             chosen = []
         return _filled(chosen, tokens, search, examples)
 
