@@ -186,6 +186,15 @@ def test_an_encoder_under_tiny_noise():
     assert as_set(recovered) == as_set(tokens)
 
 
+def test_the_search_in_an_encoder_is_bounded(monkeypatch):
+    torch.manual_seed(0)
+    encoder = bound(TextTransformer((LENGTH,), 2, VOCABULARY, width=WIDTH))
+    monkeypatch.setattr(_sentences, "_MOST_TRIED", -1)
+    found, recovered = attack(encoder, sentences(2, seed=4), labels=torch.tensor([0, 1]))
+    assert not found.certain.any()
+    assert set(sentences(2, seed=4)[0].tolist()) - {0} <= set(recovered.flatten().tolist())
+
+
 def test_what_it_cannot_attack_is_refused(task, tiny_task):
     dager, threat = gradveil.attack("dager"), gradveil.ThreatModel()
     with pytest.raises(InputError, match="dager: needs a model of text, got a task on images"):

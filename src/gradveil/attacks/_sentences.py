@@ -16,6 +16,8 @@ _QUANTILE = 0.9
 # noise was estimated, than the median by this often the distance from there to the quantile.
 _NEAR, _TIMES = 0.4, 2.0
 _ATTEMPTS = 8  # for each sentence of an encoder's batch, to find it from random tokens
+_MOST_TRIED = 2**17  # sentences of an encoder, all attempts together
+_MOST_BEGINNINGS = 128  # that are continued at once, of all first tokens together
 _REPETITIONS = 3  # of a sentence's first token, which leave no trace by themselves
 _NEW = 1e-6  # of a dimension that a sentence must add to those already explained
 # Under noise: what a token that fits is worth, the most that one that does not may cost (some directions drown, and
@@ -108,7 +110,9 @@ class Search:
         if self.noise != "none":
             middle, upper = distances[distances.isfinite()].quantile(distances.new_tensor([0.5, _QUANTILE])).tolist()
             near = max(near, _NEAR * upper if self.noise == "known" else middle - _TIMES * (upper - middle))
-        return [column.argsort()[: int((column <= near).sum())] for column in distances.T]
+        # There are at most as many different vectors as the span has dimensions, of which noise may add or hide some.
+        most = len(distances) if self.noise == "none" else 2 * len(self.spaces[0].basis)
+        return [column.argsort()[: min(most, int((column <= near).sum()))] for column in distances.T]
 
     def by_position(self, allowed: Sequence[Tensor], count: int, generator: torch.Generator) -> list[Sentence]:
         """The sentences of an encoder's batch, in which every vector depends on all tokens of its sentence.
@@ -127,20 +131,22 @@ class Search:
         # Where tokens become fewer a sentence ends, most likely: two may have the same token there.
         lengths = sorted(range(longest, 0, -1), key=lambda length: sizes[length] >= sizes[length - 1])
         found: dict[tuple[int, ...], Sentence] = {}
+        done = 0
         for length in lengths:
             for _ in range(1 if set(sizes[:length]) == {1} else _ATTEMPTS * count):
-                if len(found) == count:
+                if len(found) == count or done > _MOST_TRIED:
                     return list(found.values())
-                sentence = self._improved(allowed[:length], generator)
+                sentence, tried = self._improved(allowed[:length], generator)
+                done += tried
                 if sentence is not None:
                     found[sentence.tokens] = sentence
         return list(found.values())
 
-    def _improved(self, allowed: Sequence[Tensor], generator: torch.Generator) -> Sentence | None:
-        """A sentence of these tokens whose vectors all lie in the second span; None if this attempt found none."""
+    def _improved(self, allowed: Sequence[Tensor], generator: torch.Generator) -> tuple[Sentence | None, int]:
+        """A sentence of these tokens whose vectors all lie in the second span, or None; and how many were tried."""
         drawn = [int(torch.randint(len(tokens), (), generator=generator)) for tokens in allowed]
         tokens = torch.stack([choices[place] for choices, place in zip(allowed, drawn, strict=True)])
-        least = torch.inf
+        least, done = torch.inf, 0
         while True:
             swaps = [(place, token) for place, choices in enumerate(allowed) for token in choices.tolist()]
             tried = tokens.repeat(len(swaps), 1)
@@ -148,13 +154,13 @@ class Search:
                 [token for _, token in swaps], device=tokens.device
             )
             values, distances = self._judge(self.blocks[1].inputs(self.table[tried], 0).flatten(0, 1))
-            distances = distances.view(len(swaps), -1)
+            distances, done = distances.view(len(swaps), -1), done + len(swaps)
             best = int(distances.square().sum(1).argmin())
             tokens, cost = tried[best], float(distances[best].square().sum())
             if bool((chosen := values.view(len(swaps), -1)[best]).isfinite().all()):
-                return Sentence(tuple(tokens.tolist()), tuple(chosen.tolist()), tuple(distances[best].tolist()))
+                return Sentence(tuple(tokens.tolist()), tuple(chosen.tolist()), tuple(distances[best].tolist())), done
             if not cost < least:
-                return None
+                return None, done
             least = cost
 
     def by_prefix(self, allowed: Sequence[Tensor]) -> list[Sentence]:
@@ -174,7 +180,8 @@ class Search:
                 # Under noise, what continues a whole sentence speaks against it, but may also be a token that drowned.
                 if beginning.tokens and all(s.values[-1] < 0 or s.repeats_its_first for s in longer):
                     found.append(beginning)
-            beginnings = [sentence for group in groups.values() for sentence in self._best(group)]
+            kept = [sentence for group in groups.values() for sentence in self._best(group)]
+            beginnings = sorted(kept, key=_value, reverse=True)[:_MOST_BEGINNINGS]
             given_up = [s for s in beginnings if s.value < s.ended().value - _PATIENCE]
             found += given_up
             beginnings = [s for s in beginnings if s not in given_up]

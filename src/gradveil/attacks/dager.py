@@ -45,7 +45,8 @@ class Dager(Attack):
     Under rotary positions, a sentence that begins with the same token twice looks like one that begins with it once:
     repetitions of the first token are only kept if another token follows. Among more sentences than the batch has,
     those are kept that together explain most of the span; if there are fewer, or they use less than half of the tokens
-    that were found, the other tokens are returned, nearest first, as sentences that are not marked as `certain`.
+    that were found, the other tokens are returned instead, nearest first, as many in each missing sentence as it can
+    hold; these are not marked as `certain`.
 
     The plain form takes the gradients for exact. The adaptive one, which is ours, cuts the span at the edge of the
     singular values of a random matrix with the defense's noise, and compares the distance of a vector from it with the
@@ -163,9 +164,9 @@ class Dager(Attack):
             sentences = search.by_prefix(allowed)
         else:
             sentences = search.by_position(allowed, examples, problem.generator)
-        chosen, tokens = search.chosen(sentences, examples), torch.cat(allowed).tolist()
+        chosen, tokens = search.chosen(sentences, examples), list(dict.fromkeys(torch.cat(allowed).tolist()))
         used = {token for sentence in chosen for token in sentence.tokens}
-        if len(used) < len(set(tokens)) / 2:
+        if len(used) < len(tokens) / 2:
             chosen = []
         return _filled(chosen, tokens, search, examples)
 
@@ -220,10 +221,11 @@ def _filled(
         found[place, : len(sentence.tokens)] = torch.tensor(sentence.tokens)
         distances[place], certain[place] = sum(sentence.distances) / len(sentence.tokens), search.noise == "none"
     used = {token for sentence in sentences for token in sentence.tokens}
-    rest = [token for token in tokens if token not in used]
+    # A sentence has at least one token; if none is left, any will do.
+    rest = [token for token in tokens if token not in used] or [0 if search.padding else 1]
+    size = min(search.length, len(rest))
     for place in range(len(sentences), examples):
-        # A sentence has at least one token; if none is left, any will do.
-        part = rest[: search.length] or [0 if search.padding else 1]
-        rest = rest[search.length :]
-        found[place, : len(part)] = torch.tensor(part)
+        # Any of these tokens may be in any of the missing sentences: each gets as many as it can hold, in turn.
+        start = (place - len(sentences)) * size % len(rest)
+        found[place, :size] = torch.tensor((rest + rest)[start : start + size])
     return found, distances, certain
