@@ -94,7 +94,7 @@ def test_a_budget_is_that_of_auto(gradveil_command, tmp_path, asked):
     gradveil_command(*"audit --budget quick --out".split(), tmp_path)
     gradveil_command(*"audit --attack dlg:iterations=2 --attack auto --budget thorough --out".split(), tmp_path)
     assert [config.attacks for config in asked] == [
-        ("auto:seconds=2.0",),
+        ("auto:seconds=1.0",),
         ("dlg:iterations=2,restarts=1,mute=none", "auto:seconds=30.0"),
     ]
     code, _, err = gradveil_command(*"audit --attack dlg --budget quick --out".split(), tmp_path)

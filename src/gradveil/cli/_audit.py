@@ -24,7 +24,7 @@ from gradveil.core import checks, plugins
 from gradveil.core.errors import OutputError, ParameterError, WorkerError
 from gradveil.core.registry import parse_spec
 
-BUDGETS = {"quick": 2.0, "standard": 5.0, "thorough": 30.0}
+BUDGETS = {"quick": 1.0, "standard": 5.0, "thorough": 30.0}
 """Nominal seconds for each victim that `auto` gets, by the name of the budget."""
 LEAST_SECONDS = 0.5
 """The smallest budget that --minutes chooses."""
