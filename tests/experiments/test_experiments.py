@@ -92,6 +92,7 @@ PAGES = {
     "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
     "faces": ("experiments/faces/README.md", None),
     "membership": ("experiments/membership/README.md", None),
+    "identification": ("experiments/identification/README.md", None),
 }
 
 
