@@ -45,8 +45,7 @@ class Dager(Attack):
     Under rotary positions, a sentence that begins with the same token twice looks like one that begins with it once:
     repetitions of the first token are only kept if another token follows. Among more sentences than the batch has,
     those are kept that together explain most of the span; if there are fewer, or they use less than half of the tokens
-    that were found, the other tokens are returned instead, nearest first, as many in each missing sentence as it can
-    hold; these are not marked as `certain`.
+    that were found, the nearest other tokens stand in each missing sentence, which is not marked as `certain`.
 
     The plain form takes the gradients for exact. The adaptive one, which is ours, cuts the span at the edge of the
     singular values of a random matrix with the defense's noise, and compares the distance of a vector from it with the
@@ -223,9 +222,7 @@ def _filled(
     used = {token for sentence in sentences for token in sentence.tokens}
     # A sentence has at least one token; if none is left, any will do.
     rest = [token for token in tokens if token not in used] or [0 if search.padding else 1]
-    size = min(search.length, len(rest))
-    for place in range(len(sentences), examples):
-        # Any of these tokens may be in any of the missing sentences: each gets as many as it can hold, in turn.
-        start = (place - len(sentences)) * size % len(rest)
-        found[place, :size] = torch.tensor((rest + rest)[start : start + size])
+    # Any of these tokens may be in any of the missing sentences, so each gets the nearest.
+    nearest = torch.tensor(rest[: search.length])
+    found[len(sentences) :, : len(nearest)] = nearest
     return found, distances, certain
