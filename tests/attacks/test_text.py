@@ -22,6 +22,7 @@ QUICK = {
     "lti": {"directions": 8, "epochs": 2},
     "tag": {"iterations": 20},
     "dager": {},
+    "auto": {"seconds": 0.01},
     "grad-inversion": {"iterations": 10, "seeds": 2, "tv": 0.0},
 }
 

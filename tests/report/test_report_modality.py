@@ -247,7 +247,7 @@ def test_the_page_speaks_of_what_it_is_about(folder):
     assert "Distance of the strongest attack, kW ←" in words
     assert "0.1 kW threshold" in words
     assert "as anyone could guess them (the usual reading)" in words
-    assert re.search(r"None of the 12\s+trust flags\s+is raised", words)  # no second metric could disagree
+    assert re.search(r"None of the 13\s+trust flags\s+is raised", words)  # no second metric could disagree
     assert page.count('src="data:image/png;base64,') == 2 * 8 * 4
 
 

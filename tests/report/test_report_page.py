@@ -202,12 +202,12 @@ def test_headings_are_buttons_and_values_are_sortable(make_audit):
 def test_raised_flags_stand_above_the_verdict_and_lead_to_their_meaning(make_audit):
     page = page_of(make_audit(victims=4))
     text = page.text
-    assert text.index("1 of 13 trust flags is raised") < text.index("Only 4 victims") < text.index("Without a defense,")
+    assert text.index("1 of 14 trust flags is raised") < text.index("Only 4 victims") < text.index("Without a defense,")
     links = {attributes["href"] for attributes in page.all("a")}
     assert "#few-victims" in links
     assert {flag.name for flag in FLAGS} <= {attributes.get("id") for attributes in page.all("div")}
     clear = page_of(make_audit(victims=8)).text
-    assert clear.index("None of the 13 trust flags is raised") < clear.index("Without a defense,")
+    assert clear.index("None of the 14 trust flags is raised") < clear.index("Without a defense,")
 
 
 def test_adaptive_attackers_stand_below_the_plain_ones(make_audit):
