@@ -20,7 +20,7 @@ test: lint
 
 # Starts a Flower deployment on loopback (a SuperLink and SuperNodes with TLS and keys) and a Ray cluster. A few minutes.
 test-deployment: .venv/.installed-dev
-	$(BIN)/python -m pytest -m deployment tests/federation/test_deployment.py tests/audit/test_workers.py
+	$(BIN)/python -m pytest -m deployment tests/federation/test_deployment.py tests/audit/test_workers.py tests/cli/test_cli.py
 
 lint: .venv/.installed-dev
 	$(BIN)/ruff check .

@@ -137,7 +137,7 @@ def test_rows_do_not_depend_on_the_number_of_workers(data_file, tmp_path, monkey
 
 
 @linux
-@pytest.mark.slow
+@pytest.mark.deployment
 def test_killed_at_any_moment_an_audit_with_workers_ends_with_the_same_rows(data_file, tmp_path):
     """`benchmarks/kill_and_resume.py` kills thirty times. Workers end with the process that they work for."""
     config = config_for(data_file)

@@ -430,7 +430,7 @@ def test_train_does_not_go_on_with_another_model_of_the_same_name(gradveil_comma
     assert "has changed since; choose another --out, or restore the file" in err
 
 
-@pytest.mark.slow
+@pytest.mark.deployment
 def test_an_interrupted_simulation_ends_and_leaves_its_folder_free(tmp_path):
     pytest.importorskip("ray")
     words = "train --engine flower --model mlp --rounds 200 --clients 3 --batch-size 8".split()
