@@ -11,6 +11,7 @@ from torch import nn
 import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks import ATTACKS, Reconstruction
+from gradveil.attacks._portfolio import Member
 from gradveil.attacks.matching.distances import cosine_distance
 from gradveil.core import parameters
 from gradveil.core.errors import InputError, ParameterError, ThreatModelError, UnknownNameError
@@ -79,6 +80,12 @@ def suited(name, task):
         return task
     torch.manual_seed(0)
     return task.with_model(NEEDED[name](task.input_shape, task.classes).to(task.dtype))
+
+
+@pytest.fixture(autouse=True)
+def small_portfolio(monkeypatch):
+    """The members of `auto` are tested by themselves."""
+    monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", (Member("idlg", 20), Member("inverting-gradients", 20)))
 
 
 def begun(attack, task, **granted):

@@ -344,7 +344,9 @@ def test_no_words_at_all_show_the_help(gradveil_command):
 @pytest.mark.slow
 def test_ctrl_c_keeps_finished_rows_and_says_how_to_go_on(tmp_path):
     folder = tmp_path / "the results"
-    words = "audit --model mlp --defense top-k --attack idlg:iterations=20 --victims 2 --rounds 100000".split()
+    words = (
+        "audit --model mlp --defense top-k --attack idlg:iterations=20 --victims 2 --rounds 100000 --games 0".split()
+    )
     words += ["--workers", "1"]  # in the order of the rows; several would begin with the long trainings
     process = subprocess.Popen(
         [sys.executable, "-m", "gradveil", *words, "--out", str(folder)],

@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import sys
 
 import numpy as np
 import pytest
@@ -37,6 +38,7 @@ def project(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.syspath_prepend(tmp_path)
         trained = runpy.run_path(str(tmp_path / "mine.py"))["build"]((3, 12, 12), 2)
+    sys.modules.pop("blocks")  # other tests have modules of this name
     save_file(trained.state_dict(), tmp_path / "weights.safetensors")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
