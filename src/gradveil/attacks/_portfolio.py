@@ -102,9 +102,8 @@ PORTFOLIO = (
     Member("dlg", 1000, unless="idlg"),
     Member("lti:directions=300,draws=8,hidden=512,epochs=40"),
 )
-"""Closed forms, gradient matching in forms that suit smooth, ReLU and deep networks, inputs with and
-without a prior, and text, and learning. Attacks that need a
-generator or an active server are not among them."""
+"""Closed forms, gradient matching in forms that suit smooth, ReLU and deep networks, inputs with and without a prior,
+and text, and learning. Attacks that need a generator or an active server are not among them."""
 
 
 @dataclass(frozen=True)
@@ -128,10 +127,8 @@ class Price:
 
     @classmethod
     def of(cls, member: Member, run: Callable[[Attack], object]) -> "Price":
-        """Count what a member does for one victim; `run` attacks it."""
+        """Count what a member that takes iterations does for one victim; `run` attacks it."""
         one = nominal_seconds(lambda: run(member.attack(1)))
-        if member.steps is None:
-            return cls(one, 0.0)
         step = max((nominal_seconds(lambda: run(member.attack(3))) - one) / 2, 1e-6)
         return cls(max(0.0, one - step), step)
 
@@ -201,8 +198,8 @@ class Calibration:
         """What a member costs for each victim; it raises its own error if it cannot attack them."""
         attack = member.attack()
         attack.check_threat(self.task, as_seen_by(attack, self.threat))
-        if attack.needs_public:
-            return Price(0.0, 0.0)  # it is all in the learning
+        if member.steps is None:
+            return Price(0.0, 0.0)  # it takes no iterations that a budget could buy
         return Price.of(member, lambda tried: self._attacked(tried, 1, None))
 
     def trial(self, member: Member, price: Price, attack: Attack, limit: float, progress: Progress) -> Trial:

@@ -213,7 +213,8 @@ class Auto(Attack):
         assert self.chosen is not None
         assert self.learned is not None
         attack = from_spec(spec)
-        mine = {name.removeprefix(f"{spec}/"): value for name, value in self.learned.items() if name.startswith(spec)}
+        own = f"{spec}/"
+        mine = {name.removeprefix(own): value for name, value in self.learned.items() if name.startswith(own)}
         attack = unpacked(attack, mine, self.chosen["learned"][spec], problem.task.device)
         threat = as_seen_by(attack, problem.threat)
         rounds = problem.rounds if threat.rounds > 1 else problem.rounds[:1]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import os
 import platform
 import shutil
 import time
@@ -264,11 +263,6 @@ class _Tracker:
 def plays_games(config: AuditConfig) -> bool:
     """Whether there are identification games: they are about single clients, not about groups of them."""
     return config.games > 0 and config.aggregated == 1
-
-
-def choose_threads(parameters: int) -> int:
-    """Torch threads for a training: small networks run up to ten times slower on several threads than on one."""
-    return 1 if parameters < 1_000_000 else os.cpu_count() or 1
 
 
 def _earlier_run(config: AuditConfig, folder: Path, resume: bool) -> dict[str, Any] | None:

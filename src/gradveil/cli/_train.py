@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,6 @@ from gradveil import data as datasets
 from gradveil.audit import read_config
 from gradveil.audit.cases import build_task
 from gradveil.audit.folder import is_model_file
-from gradveil.audit.run import choose_threads
 from gradveil.audit.store import CONFIG, slug
 from gradveil.cli._console import INTERRUPTED, print_result, progress_bar, say, stderr, stdout
 from gradveil.cli._shared import default_model, how_to_resume, numbers, refuse_other_plugins, untrusted, with_target
@@ -88,7 +88,7 @@ def _train(settings: "_TrainSettings", given: set[str], output: Path | None, res
     checkpoints = output / CHECKPOINTS if output is not None and engine.checkpoints else None
     if output is not None and checkpoints is not None:
         write_json(output / CONFIG, began_with)
-    torch.set_num_threads(choose_threads(task.size))
+    torch.set_num_threads(_choose_threads(task.size))
     results: dict[str, TrainingResult] = {}
     try:
         for number, chosen in enumerate(defenses, 1):
@@ -352,3 +352,8 @@ def _live_training(name: str, rounds: int) -> Iterator[Callable[[RoundRecord], N
                 say(f"{name}: round {done} of {rounds}, {figures}")
 
         yield watch
+
+
+def _choose_threads(parameters: int) -> int:
+    """Torch threads for a training: small networks run up to ten times slower on several threads than on one."""
+    return 1 if parameters < 1_000_000 else os.cpu_count() or 1
