@@ -16,6 +16,7 @@ from gradveil.audit import AuditConfig, run
 from gradveil.audit.folder import read_audit, read_rows
 from gradveil.audit.pieces import Piece
 from gradveil.audit.plan import Plan, estimated
+from gradveil.audit.run import Tracker
 from gradveil.audit.workers import Processes
 from gradveil.core import plugins
 from gradveil.core.errors import MissingPackageError, ParameterError, WorkerError
@@ -97,6 +98,15 @@ def until(condition, seconds: float = 240.0):
         assert time.monotonic() < end, "it never came true"
         time.sleep(0.01)
     return value
+
+
+def test_progress_ends_at_one_in_whatever_order_pieces_end():
+    pieces = [Piece("training", name) for name in ("none", "top-k", "ats")]
+    steps = []
+    tracker = Tracker(Plan(pieces, [0.1, 0.2, 0.3], 2, 0), steps.append)  # 0.1 + 0.2 + 0.3 > 0.3 + 0.2 + 0.1
+    for piece in reversed(pieces):
+        tracker.finished(piece)
+    assert [step.overall for step in steps] == [pytest.approx(1 / 2), pytest.approx(5 / 6), 1]
 
 
 @pytest.mark.slow

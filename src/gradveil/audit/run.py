@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import math
 import platform
 import shutil
 import time
@@ -173,7 +174,7 @@ def _run(
         planned = estimated(pieces, _Work(subject).perform, workers, device=config.device)
     if announce:
         announce(planned)
-    tracker = _Tracker(planned, progress)
+    tracker = Tracker(planned, progress)
     if ray is not None:
         with RayCluster(ray, described, workers) as crew:
             _share_out(crew, planned, files, tracker)
@@ -190,7 +191,7 @@ def _run(
     shutil.rmtree(files.learned, ignore_errors=True)  # needed only to resume
 
 
-def _share_out(crew: Crew, planned: Plan, files: "_Files", tracker: "_Tracker") -> None:
+def _share_out(crew: Crew, planned: Plan, files: "_Files", tracker: "Tracker") -> None:
     """Let a crew perform all pieces, the longest first, and write what comes back."""
     longest_first = sorted(zip(planned.pieces, planned.seconds, strict=True), key=lambda pair: -pair[1])
     waiting = [piece for piece, _ in longest_first]
@@ -232,12 +233,12 @@ def _share_out(crew: Crew, planned: Plan, files: "_Files", tracker: "_Tracker") 
         tracker.finished(piece)
 
 
-class _Tracker:
+class Tracker:
     """How far the work has come."""
 
     def __init__(self, planned: Plan, progress: Callable[[Step], None] | None) -> None:
         self._cost = dict(zip(planned.pieces, planned.seconds, strict=True))
-        self._total = sum(planned.seconds) or 1.0
+        self._total = math.fsum(planned.seconds) or 1.0  # exact sums: their order must not keep the whole below 1
         self._progress, self._done = progress, 0
         self._shares: dict[Piece, float] = {}
         self._began = time.monotonic()
@@ -255,7 +256,7 @@ class _Tracker:
         self._shares[piece] = share
         if self._progress is None:
             return
-        overall = min(1.0, sum(self._cost[one] * done for one, done in self._shares.items()) / self._total)
+        overall = min(1.0, math.fsum(self._cost[one] * done for one, done in self._shares.items()) / self._total)
         left = (time.monotonic() - self._began) * (1 - overall) / overall if overall else None
         self._progress(Step(piece.what, self._done, len(self._cost), overall, left, ended))
 
