@@ -266,6 +266,21 @@ def test_what_is_learned_once_is_counted_once():
     assert second < first / 10
 
 
+@pytest.mark.parametrize(("attack", "victims_to_learn"), [("lti", 150), ("auto", 4)])
+def test_a_piece_that_is_broken_off_while_it_learns_is_still_to_attack(attack, victims_to_learn):
+    """Learning takes one second here, so attacking two victims takes 2 / `victims_to_learn` of that."""
+
+    def perform(_piece, _strength, report):
+        for step in range(1, 101):
+            time.sleep(0.01)
+            report(step, 100)
+
+    pieces = [Piece("attack", spec, attack, stop=2, missing=(0, 1)) for spec in ("none", "top-k")]
+    first, second = estimated(pieces, perform, 1, device="cpu", seconds=0.1).seconds
+    assert first / second == pytest.approx(1 + victims_to_learn / 2)
+    assert 1 < first - second < 4
+
+
 def test_a_plan_lasts_as_long_as_its_longest_piece():
     pieces = [Piece("training", spec) for spec in ("none", "top-k", "quantization")]
     assert Plan(pieces, [1.0, 2.0, 9.0], 2, 0).duration == 9

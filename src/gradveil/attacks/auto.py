@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gradveil.attacks._learned import Learning, packed, unpacked
 from gradveil.attacks._portfolio import (
+    CLIENTS,
     PORTFOLIO,
     Calibration,
     Member,
@@ -93,6 +94,7 @@ class Auto(Attack):
     finds_labels = True  # each member finds them in its own way
     simulates = True  # each member gets raw updates and looks up what it may know itself
     uses_public = True
+    learning_victims = CLIENTS
 
     seconds: float = number(5.0, above=0)
     chosen: Mapping[str, Any] | None = state()
@@ -191,7 +193,7 @@ class Auto(Attack):
         assert self.chosen is not None
         wanted, substitutes = list(self.chosen["members"]), list(self.chosen["substitutes"])
         parts = len(wanted)
-        found: list[tuple[str, Reconstruction]] = []
+        found: list[_Attempt] = []
         while wanted:
             spec = wanted.pop(0)
             try:
@@ -202,8 +204,8 @@ class Auto(Attack):
                 elif not found:
                     raise
                 continue
-            found.append((spec, result))
-            nearest = _nearest(problem, found)
+            found.append(_Attempt(spec, result, distances(problem.task, problem.updates, result, problem.threat)))
+            nearest = _nearest(found)
             surprised = bool((nearest.loss > SURPRISING * max(self.chosen["expected"], EXACT)).any())
             if surprised and not wanted and substitutes and len(found) == parts:
                 wanted.append(substitutes.pop(0))
@@ -227,24 +229,32 @@ class Auto(Attack):
         )
 
 
-def _nearest(problem: Problem, found: list[tuple[str, Reconstruction]]) -> Reconstruction:
+@dataclass(frozen=True, eq=False)
+class _Attempt:
+    """What a member found, and how far that is from each victim's update."""
+
+    spec: str
+    found: Reconstruction
+    distances: Tensor
+
+
+def _nearest(attempts: list[_Attempt]) -> Reconstruction:
     """For each victim, the reconstruction whose update is nearest to what was seen."""
-    losses = torch.stack([distances(problem.task, problem.updates, result, problem.threat) for _, result in found])
-    best = losses.argmin(0)
-    victims = range(problem.victims)
+    losses, best = torch.stack([attempt.distances for attempt in attempts]).min(0)
+    taken = [attempts[number] for number in best.tolist()]
 
     def of_best(name: str) -> Tensor:
-        return torch.stack([getattr(found[int(best[victim])][1], name)[victim] for victim in victims])
+        return torch.stack([getattr(attempt.found, name)[victim] for victim, attempt in enumerate(taken)])
 
     return Reconstruction(
         inputs=of_best("inputs"),
         labels=of_best("labels"),
-        loss=losses.min(0).values,
+        loss=losses,
         iterations=of_best("iterations"),
-        history=found[0][1].history if len(found) == 1 else None,
-        execution=found[0][1].execution,
-        interrupted=any(result.interrupted for _, result in found),
-        found_by=tuple(found[int(best[victim])][0] for victim in victims),
+        history=attempts[0].found.history if len(attempts) == 1 else None,
+        execution=attempts[0].found.execution,
+        interrupted=any(attempt.found.interrupted for attempt in attempts),
+        found_by=tuple(attempt.spec for attempt in taken),
     )
 
 

@@ -50,6 +50,7 @@ class Attack(Method, ABC):
     finds_labels: ClassVar[bool] = False  # True: `run` finds the labels itself, so `Problem.labels` holds zeros
     needs_public: ClassVar[bool] = False  # True: refused unless the threat model grants public data
     uses_public: ClassVar[bool] = False  # True: does better with public data, but works without
+    learning_victims: ClassVar[float] = 150  # roughly: learning takes as long as attacking so many; audits plan with it
     finds: ClassVar[type[Findings]] = Reconstruction  # what `run` returns, which decides how it is called
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name

@@ -64,6 +64,18 @@ class Piece:
             return None
         return self.attack, self.defense if self.adaptive else None
 
+    @property
+    def attacking_share(self) -> float:
+        """Roughly, the share of its time that does not go into learning.
+
+        >>> [Piece("attack", "none", attack, stop=8).attacking_share for attack in ("idlg", "auto")]
+        [1.0, 0.6666666666666666]
+        """
+        if self.attack is None or self.learns is None:
+            return 1.0
+        victims = self.stop - self.first
+        return victims / (victims + create_attack(self.attack).learning_victims)
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""
         return with_lists(vars(self))

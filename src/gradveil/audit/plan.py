@@ -78,10 +78,10 @@ def estimated(
         probed = Piece("training", piece.defense) if piece.kind == "match" else piece
         kind = probed.kind, probed.attack, probed.adaptive
         if kind not in measured:
-            measured[kind] = _probe(partial(perform, probed, probed.defense), seconds)
+            measured[kind] = _probe(partial(perform, probed, probed.defense), seconds, 1 - probed.attacking_share)
         cost = measured[kind] * (TRIES if piece.kind == "match" else 1)
         if piece.learns in learned:
-            cost /= 20  # what another piece has learned is found on disk; what remains is short beside it
+            cost *= piece.attacking_share  # what another piece has learned is found on disk
         elif piece.learns is not None:
             learned.add(piece.learns)
         costs.append(cost)
@@ -101,8 +101,8 @@ class _Enough(Exception):
     """Breaks off a piece."""
 
 
-def _probe(perform: Callable[[Callable[..., None]], object], seconds: float) -> float:
-    """Estimate how long a piece takes."""
+def _probe(perform: Callable[[Callable[..., None]], object], seconds: float, learning: float) -> float:
+    """Estimate how long a piece takes whose first part, learning, takes a share `learning` of that time, if any."""
     began = time.monotonic()
     parts: list[list[tuple[float, float, float]]] = [[]]  # (time, step, steps) of each part: learning, then attacking
 
@@ -126,7 +126,8 @@ def _probe(perform: Callable[[Callable[..., None]], object], seconds: float) -> 
         rates = [(now - before) / (step - last) for (before, last), (now, step) in pairwise(later) if step > last]
         now, step, steps = parts[-1][-1]
         rate = sorted(rates)[len(rates) // 2] if rates else (now - began) / step
-        return now - began + rate * (steps - step)
+        part = now - began + rate * (steps - step)
+        return part / learning if learning and len(parts) == 1 else part
     return time.monotonic() - began
 
 
