@@ -45,8 +45,7 @@ def test_what_is_known_at_the_frontier_is_the_truth(activation, images):
     """The reference is the network itself, run on the true image, and autograd."""
     task = network(activation).to(torch.float64)
     for image, label in zip(images[0].double(), images[1], strict=True):
-        gradients = {name: value[None] for name, value in task.gradients(image[None], label[None]).items()}
-        frontier, found = peeled(task, gradients)
+        frontier, found = peeled(task, task.gradients(image[None], label[None]), 1, torch.Generator())
         assert found.tolist() == [int(label)]
         assert frontier.module == "1"
         assert frontier.below == ("0.weight", "0.bias")
@@ -61,6 +60,49 @@ def test_what_is_known_at_the_frontier_is_the_truth(activation, images):
         loss = nn.functional.cross_entropy(model(image[None]), label[None])
         expected = torch.autograd.grad(loss, fed[0])[0]
         torch.testing.assert_close(frontier.signal, expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_the_examples_of_a_batch_are_told_apart_and_peeled_together(generator):
+    """The reference is the network itself, run on the true images, and autograd; labels repeat."""
+    task, labels = network(nn.ReLU).to(torch.float64), torch.tensor([3, 7, 3])
+    images = torch.rand(3, 1, 12, 12, generator=generator, dtype=torch.float64)
+    frontier, found = peeled(task, task.gradients(images, labels), 3, generator)
+    assert sorted(found.tolist()) == [3, 3, 7]
+    assert frontier.module == "1"
+    true = task.inputs_of(frontier.module, task.parameters, images)
+    order = torch.cdist(true.clamp_min(0).flatten(1), frontier.values.flatten(1)).argmin(1)
+    assert sorted(order.tolist()) == [0, 1, 2]
+    assert found[order].tolist() == labels.tolist()
+    values, known, scale = frontier.values[order], frontier.known[order], float(true.abs().max())
+    assert torch.where(known, true - values, 0).abs().max() < 1e-5 * scale
+    assert not bool((true[~known] > 1e-5 * scale).any())
+
+    fed = []
+    model = task.copy_model()
+    model.get_submodule(frontier.module).register_forward_pre_hook(lambda _, args: fed.append(args[0]))
+    expected = torch.autograd.grad(nn.functional.cross_entropy(model(images), labels), fed[0])[0]
+    torch.testing.assert_close(frontier.signal[order], expected, rtol=1e-4, atol=1e-6 * float(expected.abs().max()))
+
+
+def test_batches_are_recovered(images):
+    task, labels = network(nn.ReLU), images[1]
+    threat = gradveil.ThreatModel(batch_size=2)
+    found = gradveil.attack("peel", iterations=150, tv=1e-3).reconstruct(
+        task, task.gradients(*images), threat, generator=torch.Generator().manual_seed(0)
+    )
+    order = metrics.match(images[0], found.inputs[0].to(images[0]))
+    assert found.labels[0, order].tolist() == labels.tolist()
+    assert metrics.psnr(images[0], found.inputs[0, order].to(images[0]).clamp(0, 1)).min() > 20
+
+
+def test_features_without_zeros_and_defended_batches_are_refused(images):
+    attack, threat = gradveil.attack("peel"), gradveil.ThreatModel(batch_size=2)
+    with pytest.raises(InputError, match="zeros that a ReLU leaves in their features, got 0 of 2"):
+        attack.reconstruct(network(nn.Sigmoid), network(nn.Sigmoid).gradients(*images), threat)
+    task = network(nn.ReLU)
+    noisy = gradveil.defense("gaussian-noise:std=0.01").share(task, *images)
+    with pytest.raises(InputError, match="whose rank is the size of the batch, 2, got rank 10"):
+        attack.reconstruct(task, noisy, threat)
 
 
 def test_images_are_recovered_where_the_closed_form_is_not_enough(images):
@@ -98,8 +140,8 @@ def test_it_stops_above_anything_that_it_cannot_solve(images):
 
     torch.manual_seed(1)
     task = gradveil.Task(Own(), input_shape=(1, 12, 12), classes=10)
-    gradients = {name: value[None].double() for name, value in shared(task, *images)[0].items()}
-    frontier, _ = peeled(task.to(torch.float64), gradients)
+    gradients = {name: value.double() for name, value in shared(task, *images)[0].items()}
+    frontier, _ = peeled(task.to(torch.float64), gradients, 1, torch.Generator())
     assert frontier.module == "hidden"
     assert set(frontier.below) == {"first.weight", "first.bias", "second.weight", "second.bias"}
     _, psnr = attacked(task, *images, iterations=150, tv=1e-3)
@@ -108,8 +150,8 @@ def test_it_stops_above_anything_that_it_cannot_solve(images):
 
 def test_it_refuses_what_it_cannot_peel(tiny_task):
     attack = gradveil.attack("peel")
-    with pytest.raises(ThreatModelError, match="inverts the gradient of one example, got batch_size=2"):
-        attack.check_threat(tiny_task, gradveil.ThreatModel(batch_size=2))
+    with pytest.raises(ThreatModelError, match="if there are fewer than classes, got batch_size=3 and 3 classes"):
+        attack.check_threat(tiny_task, gradveil.ThreatModel(batch_size=3))
     headless = nn.Sequential(nn.Conv2d(1, 10, 12), nn.Flatten())
     with pytest.raises(InputError, match="must end in a linear layer with a bias"):
         attack.check_threat(gradveil.Task(headless, input_shape=(1, 12, 12), classes=10), gradveil.ThreatModel())

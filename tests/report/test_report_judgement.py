@@ -94,17 +94,30 @@ def test_a_cost_that_was_not_measured_is_said(make_audit):
 def test_a_defense_that_does_not_help(make_audit):
     draft = make_audit(defenses=[NONE, TOP_K])
     assert headline(draft)[1] == (
-        "`top-k:keep=0.2` does not help: at least as large a share of the images is recovered as without a defense."
+        "`top-k:keep=0.2` does not help: 4 of 4 images are recovered, not significantly fewer than without a defense."
     )
 
 
 def test_a_defense_that_only_weakens(make_audit):
-    draft = make_audit(defenses=[NONE, TOP_K])
+    draft = make_audit(defenses=[NONE, TOP_K], victims=8)
     set_leaks(draft.rows("top-k", "idlg"), 1)
     set_leaks(draft.rows("top-k", "inverting-gradients"), 3)
     audit = read(draft.write())
     assert outcome(audit, "top-k:keep=0.2") is Outcome.WEAKENS
-    assert headline(draft)[1] == ("`top-k:keep=0.2` is not enough: `inverting-gradients` still recovers 3 of 4 images.")
+    assert headline(draft)[1] == ("`top-k:keep=0.2` is not enough: `inverting-gradients` still recovers 3 of 8 images.")
+
+
+def test_a_difference_that_may_be_chance_is_not_called_a_weakening(make_audit):
+    """Four victims fewer of eight have a probability of 1 in 16, whichever attack gets the other four."""
+    draft = make_audit(defenses=[NONE, TOP_K, NOISE], victims=8)
+    set_leaks(draft.rows("top-k"), 0)
+    set_leaks(draft.rows("top-k", "idlg"), 4)
+    set_leaks(draft.rows("gaussian-noise", "idlg"), 3)
+    draft.rows("gaussian-noise", "inverting-gradients")[7]["leaked"] = True
+    assert headline(draft)[1:] == [
+        "`top-k:keep=0.2` and `gaussian-noise:std=0.1` do not help: 4 of 8 and 3 of 8 images are recovered, not "
+        "significantly fewer than without a defense."
+    ]
 
 
 def test_batches_are_called_batches(make_audit):
@@ -112,7 +125,7 @@ def test_batches_are_called_batches(make_audit):
     draft.config["batch_size"] = 8
     first, second = headline(draft)
     assert "`idlg` recovers 4 of 4 batches of 8 images" in first
-    assert "share of the batches" in second
+    assert "4 of 4 batches are recovered" in second
 
 
 def test_without_a_working_attack_nothing_follows(make_audit):
@@ -141,7 +154,7 @@ def test_a_weak_attack_is_called_weak(make_audit):
 
 
 def test_a_leak_by_an_attack_that_fails_undefended_still_counts(make_audit):
-    draft = make_audit(defenses=[NONE, NOISE])
+    draft = make_audit(defenses=[NONE, NOISE], victims=6)
     set_leaks(draft.rows("none", "inverting-gradients"), 0)
     set_leaks(draft.rows("gaussian-noise", "inverting-gradients"), 1)
     assert outcome(read(draft.write()), "gaussian-noise:std=0.1") is Outcome.WEAKENS
@@ -258,12 +271,12 @@ def test_a_defense_that_stops_attackers_by_wrong_labels_is_said(make_audit):
 
 
 def test_what_only_an_adaptive_attacker_recovers_is_said(make_audit):
-    draft = make_audit(defenses=[NONE, NOISE])
+    draft = make_audit(defenses=[NONE, NOISE], victims=8)
     add_adaptive_rows(draft, "gaussian-noise", leaks=3)
     assert outcome(read(draft.write()), "gaussian-noise:std=0.1") is Outcome.WEAKENS
     (sentence,) = headline(draft)[1:]
     assert re.fullmatch(
-        r"`gaussian-noise:std=0.1` is not enough: `.* \(adaptive\)` still recovers 3 of 4 images; "
+        r"`gaussian-noise:std=0.1` is not enough: `.* \(adaptive\)` still recovers 3 of 8 images; "
         "attackers who do not know the defense recover none.",
         sentence,
     )

@@ -20,11 +20,10 @@ _CONVERGED = 1e-13  # a least-squares problem has converged when its gradient ha
 
 
 def check_invertible(owner: str, task: Task, threat: ThreatModel) -> None:
-    """Refuse batches, local steps, and losses whose gradient cannot be read backwards."""
-    if threat.batch_size != 1 or threat.local is not None:
+    """Refuse local steps, and losses whose gradient cannot be read backwards."""
+    if threat.local is not None:
         raise ThreatModelError(
-            f"{owner}: inverts the gradient of one example, got batch_size={threat.batch_size} and "
-            f"local={threat.local}; use a batch of one and no local steps"
+            f"{owner}: inverts the gradient of one step, got local={threat.local}; use no local steps"
         )
     if task.loss_name is None:
         raise ThreatModelError(
@@ -37,30 +36,32 @@ def invert_leaf(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Go from a leaf's output to its input: the values, the error signal there, and which values are known.
 
+    The examples of a victim share its gradients, so they are solved for together.
+
     Args:
         leaf: a leaf that can be passed.
-        values: its outputs, ``[victims, ...]``.
+        values: its outputs, ``[victims, examples, ...]``.
         signal: the gradient of the loss with respect to them.
         known: which of the outputs are known; those of a silent ReLU are not, on its far side.
         gradients: the shared gradients, ``[victims, ...]`` by name, in double precision.
         steps: maximum number of CGLS steps of a convolution.
     """
     module = leaf.module
-    shape = (len(values), *leaf.inputs.shape[1:])
+    shape = (*values.shape[:2], *leaf.inputs.shape[1:])
     everywhere = torch.ones(shape, dtype=torch.bool, device=values.device)
     if isinstance(module, nn.Linear):
-        signal = gradients.get(f"{leaf.name}.bias", signal)
-        values = _from_outer_product(gradients[f"{leaf.name}.weight"], signal)
-        return values, signal @ module.weight, everywhere
+        if values.shape[1] == 1 and f"{leaf.name}.bias" in gradients:
+            signal = gradients[f"{leaf.name}.bias"][:, None]
+        return _from_products(gradients[f"{leaf.name}.weight"], signal), signal @ module.weight, everywhere
     if isinstance(module, nn.Conv2d):
         weight_gradient = gradients[f"{leaf.name}.weight"]
-        return *_invert_convolution(leaf, module, values, signal, known, weight_gradient, steps), everywhere
+        return *_invert_convolution(module, shape, values, signal, known, weight_gradient, steps), everywhere
     if isinstance(module, nn.Sigmoid):
         inside = values.clamp(_SIGMOID_MARGIN, 1 - _SIGMOID_MARGIN)
         return inside.logit(), signal * inside * (1 - inside), everywhere
     if isinstance(module, nn.ReLU | nn.LeakyReLU):
         slope = module.negative_slope if isinstance(module, nn.LeakyReLU) else 0.0
-        axes = tuple(range(1, values.ndim))
+        axes = tuple(range(2, values.ndim))
         # A zero that was solved for is only zero up to rounding; how large that is shows below zero, where a ReLU gives
         # nothing.
         rounding = 1e-9 * values.abs().amax(axes, keepdim=True)
@@ -74,24 +75,30 @@ def invert_leaf(
 
 
 def _invert_convolution(
-    leaf: Leaf, conv: nn.Conv2d, outputs: Tensor, signal: Tensor, known: Tensor, gradient: Tensor, steps: int
+    conv: nn.Conv2d,
+    shape: tuple[int, ...],
+    outputs: Tensor,
+    signal: Tensor,
+    known: Tensor,
+    gradient: Tensor,
+    steps: int,
 ) -> tuple[Tensor, Tensor]:
-    shape = (len(outputs), *leaf.inputs.shape[1:])
+    """The inputs, of this shape, and the error signal there."""
     options = geometry(conv)
     if conv.bias is not None:
         outputs = outputs - conv.bias[:, None, None]
     size = signal.flatten(1).norm(dim=1).clamp_min(torch.finfo(signal.dtype).tiny)
-    unit = signal.flatten(2) / size[:, None, None]  # [victims, out channels, places]
+    unit = signal.flatten(3) / size[:, None, None, None]  # [victims, examples, out channels, places]
 
     def apply(inputs: Tensor) -> tuple[Tensor, Tensor]:
-        forward = F.conv2d(inputs, conv.weight, **options)
-        patches = F.unfold(inputs, conv.kernel_size, **options)
-        return forward * known, unit @ patches.transpose(1, 2)
+        flat = inputs.flatten(0, 1)
+        forward = F.conv2d(flat, conv.weight, **options).view_as(known)
+        patches = F.unfold(flat, conv.kernel_size, **options).unflatten(0, shape[:2])
+        return forward * known, (unit @ patches.mT).sum(1)
 
     def transpose(forward: Tensor, weights: Tensor) -> Tensor:
-        return _transposed(conv, shape, forward * known) + F.fold(
-            weights.transpose(1, 2) @ unit, shape[2:], conv.kernel_size, **options
-        )
+        folded = F.fold((weights[:, None].mT @ unit).flatten(0, 1), shape[3:], conv.kernel_size, **options)
+        return _transposed(conv, shape, forward * known) + folded.view(shape)
 
     target = (outputs * known, gradient.flatten(2) / size[:, None, None])
     values = least_squares(apply, transpose, target, shape, steps)
@@ -151,9 +158,10 @@ def chain_of(task: Task) -> list[Leaf]:
 
 
 def _transposed(conv: nn.Conv2d, shape: tuple[int, ...], signal: Tensor) -> Tensor:
-    """Propagate an error signal from a convolution's output to its input, which has this shape."""
-    result: Tensor = conv2d_input(shape, conv.weight, signal, **geometry(conv))  # type: ignore[no-untyped-call]
-    return result
+    """Propagate error signals from a convolution's outputs to its inputs, which have this shape."""
+    flat = (shape[0] * shape[1], *shape[2:])
+    result: Tensor = conv2d_input(flat, conv.weight, signal.flatten(0, 1), **geometry(conv))  # type: ignore[no-untyped-call]
+    return result.view(shape)
 
 
 def weight_of(leaf: Leaf) -> Tensor:
@@ -162,10 +170,11 @@ def weight_of(leaf: Leaf) -> Tensor:
     return leaf.module.weight
 
 
-def _from_outer_product(product: Tensor, left: Tensor) -> Tensor:
-    """Solve ``product = left a^T`` for a by least squares."""
-    tiny = torch.finfo(left.dtype).tiny
-    return (left[:, None] @ product)[:, 0] / left.square().sum(1, keepdim=True).clamp_min(tiny)
+def _from_products(product: Tensor, left: Tensor) -> Tensor:
+    """Solve ``product = left^T a`` for a ``[victims, examples, ...]`` by least squares; 0 where `left` is."""
+    tiny = torch.finfo(left.dtype).tiny * torch.eye(left.shape[1], dtype=left.dtype, device=left.device)
+    solved: Tensor = torch.linalg.solve_ex(left @ left.mT + tiny, left @ product).result
+    return solved
 
 
 class Hypotheses(NamedTuple):
@@ -186,7 +195,7 @@ def invert_head(task: Task, head: Leaf, gradients: Gradients, known_labels: Tens
         signal = gradients[f"{head.name}.bias"]
         label = (signal[:, 0] < 0).long() if logistic else signal.argmin(1)
         distinct = torch.ones_like(label[:, None], dtype=torch.bool)
-        return Hypotheses(signal[:, None], _from_outer_product(product, signal)[:, None], label[:, None], distinct)
+        return Hypotheses(signal[:, None], _from_products(product, signal[:, None]), label[:, None], distinct)
 
     left, sizes, right = torch.linalg.svd(product, full_matrices=False)
     unit, features = left[:, :, 0], sizes[:, :1] * right[:, 0]  # product = unit features^T

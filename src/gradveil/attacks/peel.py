@@ -8,13 +8,14 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from gradveil.attacks._recursion import chain_of, check_invertible, distances, invert_head, invert_leaf, weight_of
+from gradveil.attacks._separation import Examples, separate
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import LossHistory, Reconstruction
 from gradveil.attacks.inverting_gradients import near_the_middle
 from gradveil.attacks.matching import LBFGS, ROUNDING, Objective, Solution, check_prior
 from gradveil.attacks.problem import Problem
 from gradveil.attacks.threat import ThreatModel
-from gradveil.core.errors import InputError
+from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.core.parameters import integer, number
 from gradveil.task import Gradients, Task
 from gradveil.theory.rank import Leaf, judge_convolution, why_impassable
@@ -37,7 +38,7 @@ class Frontier:
 
     Args:
         module: the module's name.
-        values: what it is fed, ``[victims, ...]``.
+        values: what it is fed, ``[examples, ...]``.
         known: where `values` are known; elsewhere a ReLU behind the module's input is silent, so they are not positive.
         signal: the gradient of the loss with respect to what the module is fed.
         below: the names of the parameters that lie below.
@@ -63,10 +64,12 @@ class Peel(Attack):
     r"""Solve the upper layers exactly, as R-GAP does, and search for the image only below them.
 
     The gradient of the classifier's weight and bias gives its input a and the error signal k of a single example
-    exactly. So do, layer by layer, the equations of R-GAP for the input of a linear layer, and of a convolution if they
-    determine all of it (a ReLU says which of its outputs were positive; only these are equations). Where they do not,
-    z, the values there, and :math:`s = \partial L / \partial z` are still known exactly. What is left of the network is
-    f, from the image to z, with parameters :math:`\theta`, and the search is for
+    exactly, and of each example of a batch if a comes out of a ReLU, whose zeros tell the examples apart, and if there
+    are more classes than examples. So do, layer by layer, the equations of R-GAP for the inputs of a linear layer, and
+    of a convolution if they determine all of them (a ReLU says which of its outputs were positive; only these are
+    equations; the examples of a batch share those from the gradient). Where they do not, z, the values there, and
+    :math:`s = \partial L / \partial z` are still known exactly. What is left of the network is f, from the image to z,
+    with parameters :math:`\theta`, and the search is for
 
     .. math:: \min_x \ \frac{|f(x) - z|^2}{|z|^2}
         + \sum_\ell \frac{|\partial_{\theta_\ell} \langle s, f_\theta(x) \rangle - g_\ell|^2}{|g_\ell|^2}
@@ -77,8 +80,8 @@ class Peel(Attack):
     whose only unknown is the image. Kinks are smoothed, less from stage to stage. Where z comes out of a ReLU, its
     silent units only say that f(x) is not positive there.
 
-    Works for single examples, one step, and models whose logits come from a linear layer with a bias. What lies between
-    the layers that can be solved and the image may be anything differentiable.
+    Works for one step and models whose logits come from a linear layer with a bias. What lies between the layers that
+    can be solved and the images may be anything differentiable that treats each example alone.
 
     Args:
         iterations: most L-BFGS steps in each stage of smoothing.
@@ -109,11 +112,16 @@ class Peel(Attack):
     restarts: int = integer(1, low=1)
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
-        """Also refuse batches, local steps, and models that do not end in a linear layer with a bias."""
+        """Also refuse local steps, models that do not end in a linear layer with a bias, and batches of too many."""
         super().check_threat(task, threat)
         check_invertible(self.name, task, threat)
         if task.classifier is None or task.classifier.bias not in task.parameters:
             raise InputError(f"{self.name}: the model must end in a linear layer with a bias, which reveals its input")
+        if threat.batch_size > 1 and (task.loss_name == "logistic" or threat.batch_size >= (task.classes or 0)):
+            raise ThreatModelError(
+                f"{self.name}: tells the examples of a batch apart if there are fewer than classes, got "
+                f"batch_size={threat.batch_size} and {task.classes} classes; use a smaller batch"
+            )
         if self.tv:
             check_prior(self.name, "tv", task)
 
@@ -122,16 +130,16 @@ class Peel(Attack):
         task, start = problem.task.to(torch.float64), near_the_middle(problem).double()
         labels, solutions = [], list[Solution]()
         for victim in range(problem.victims):
-            gradients = {name: value[victim, None].double() for name, value in problem.updates.items()}
-            frontier, label = peeled(task, gradients)
-            labels.append(label)
+            gradients = {name: value[victim].double() for name, value in problem.updates.items()}
+            frontier, found = peeled(task, gradients, problem.examples, problem.generator)
+            labels.append(found)
 
             def report(share: float, left: float, done: int = victim) -> None:
                 if problem.progress:
                     problem.progress(round(100 * (done + share)), 100 * problem.victims, left)
 
             if frontier.at_input:
-                solutions.append(_solved(task, frontier, label, gradients))
+                solutions.append(_solved(task, frontier, found, gradients))
             else:
                 solutions.append(self._search(task, frontier, gradients, start[victim, None], report))
             if solutions[-1].interrupted:
@@ -140,7 +148,7 @@ class Peel(Attack):
         losses = torch.cat([found.losses for found in solutions] + [torch.full((missing,), torch.inf).double()])
         return Reconstruction(
             torch.cat([found.candidates for found in solutions] + [start[len(solutions) :]]),
-            torch.cat([*labels, torch.zeros(missing).long()])[:, None],
+            torch.stack([*labels, *torch.zeros(missing, problem.examples).long()]),
             losses,
             torch.cat([found.iterations for found in solutions] + [torch.zeros(missing).long()]),
             interrupted=bool(missing) or solutions[-1].interrupted,
@@ -155,12 +163,12 @@ class Peel(Attack):
         report: Callable[[float, float], None],
     ) -> Solution:
         """Find the input that gives what is known at the frontier, in stages of less and less smoothing."""
-        shared = {name: gradients[name] for name in frontier.below if bool(gradients[name].any())}
+        shared = {name: gradients[name][None] for name in frontier.below if bool(gradients[name].any())}
         stages: tuple[float | None, ...] = SMOOTHING if task.has_kinks else (None,)
         candidates, taken = start, torch.zeros(1).long()
         for stage, sharpness in enumerate(stages):
             cost = _Cost(self, task if sharpness is None else task.smoothed(sharpness), frontier.module)
-            known = (frontier.values, frontier.known, frontier.signal)
+            known = (frontier.values[None], frontier.known[None], frontier.signal[None])
             objective = Objective(cost, shared, *known, execution="loop")
 
             def progress(done: int, steps: int, left: float, stage: int = stage) -> None:
@@ -176,10 +184,10 @@ class Peel(Attack):
         return replace(solution, iterations=taken)
 
 
-def _solved(task: Task, frontier: Frontier, label: Tensor, gradients: Gradients) -> Solution:
-    """The input that was peeled down to, with the distance of its gradient: a defended update has other gradients."""
-    found = task.denormalised(frontier.values.view(1, 1, *task.input_shape))
-    loss = distances(task, found, label[:, None], gradients)
+def _solved(task: Task, frontier: Frontier, labels: Tensor, gradients: Gradients) -> Solution:
+    """The inputs that were peeled down to, with the distance of their gradient: a defended update has another."""
+    found = task.denormalised(frontier.values.view(-1, *task.input_shape))[None]
+    loss = distances(task, found, labels[None], {name: value[None] for name, value in gradients.items()})
     return Solution(found, loss, torch.zeros(1).long(), LossHistory(loss, loss, loss[:, None]))
 
 
@@ -201,7 +209,7 @@ class _Cost:
         modality = self.task.modality
 
         def paired(below: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-            fed = self.task.inputs_of(self.module, {**self.parameters, **below}, candidate)[0]
+            fed = self.task.inputs_of(self.module, {**self.parameters, **below}, candidate)
             return (fed * signal).sum(), fed
 
         below = {name: self.parameters[name] for name in shared}
@@ -219,41 +227,50 @@ class _Cost:
 
 
 @torch.no_grad()
-def peeled(task: Task, gradients: Gradients) -> tuple[Frontier, Tensor]:
+def peeled(task: Task, gradients: Gradients, examples: int, generator: torch.Generator) -> tuple[Frontier, Tensor]:
     """Go down from the classifier as far as everything is determined.
 
     Args:
         task: the model, in double precision.
-        gradients: the shared gradients, ``[victims, ...]`` by name, in double precision.
+        gradients: the shared gradients of one victim, by name, in double precision.
+        examples: the number of examples behind them.
+        generator: draws what separates the examples of a batch.
 
     Returns:
-        The frontier and the labels ``[victims]``.
+        The frontier and the labels ``[examples]``.
     """
     chain = chain_of(task)
-    head = next(index for index, leaf in reversed(list(enumerate(chain))) if isinstance(leaf.module, nn.Linear))
-    hypotheses = invert_head(task, chain[head], gradients, None)
-    values, signal = hypotheses.values[:, 0], hypotheses.signal[:, 0] @ weight_of(chain[head])
+    at = next(index for index, leaf in reversed(list(enumerate(chain))) if isinstance(leaf.module, nn.Linear))
+    head, one_victim = chain[at], {name: value[None] for name, value in gradients.items()}
+    if examples == 1:
+        hypothesis = invert_head(task, head, one_victim, None)
+        found = Examples(hypothesis.values[0], hypothesis.signal[0], hypothesis.labels[0])
+    else:
+        found = separate(
+            "peel", *(gradients[f"{head.name}.{part}"] for part in ("weight", "bias")), examples, generator
+        )
+    values, signal = found.features[None], (found.signals @ weight_of(head))[None]
     known = torch.ones_like(values, dtype=torch.bool)
-    at = head
-    while at > 0 and chain[at].follows and _can_pass(task, chain, at - 1, known, signal):
+    while at > 0 and chain[at].follows and _can_pass(task, chain, at - 1, known[0], signal[0]):
         at -= 1
-        values, signal, known = invert_leaf(chain[at], values, signal, known, gradients, _CLOSED_FORM_STEPS)
+        values, signal, known = invert_leaf(chain[at], values, signal, known, one_victim, _CLOSED_FORM_STEPS)
     above = {leaf.name for leaf in chain[at:]}
     below = tuple(name for name in gradients if name.rpartition(".")[0] not in above)
     at_input = at == 0 and chain[at].follows
-    return Frontier(chain[at].name, values, known, signal, below, at_input), hypotheses.labels[:, 0]
+    return Frontier(chain[at].name, values[0], known[0], signal[0], below, at_input), found.labels
 
 
 def _can_pass(task: Task, chain: list[Leaf], index: int, known: Tensor, signal: Tensor) -> bool:
-    """Whether a leaf's input follows from its output, for every victim."""
+    """Whether the inputs of a leaf follow from its outputs, for all examples together."""
     leaf = chain[index]
     if why_impassable(leaf.module) or [other.name for other in chain].count(leaf.name) > 1:
         return False
     if isinstance(leaf.module, nn.Linear | nn.Conv2d) and f"{leaf.name}.weight" not in task.parameters:
         return False
+    if isinstance(leaf.module, nn.Linear):
+        sizes = torch.linalg.svdvals(signal)
+        return len(signal) <= signal.shape[1] and bool(sizes[-1] > _TOLERANCE * sizes[0])
     if isinstance(leaf.module, nn.Conv2d):
-        places = range(len(known))
-        return all(
-            judge_convolution(leaf, known[place, None], signal[place, None], _TOLERANCE).recoverable for place in places
-        )
+        enough = leaf.module.weight.numel() + int(known.sum()) >= len(known) * leaf.inputs.numel()
+        return enough and judge_convolution(leaf, known, signal, _TOLERANCE).recoverable
     return True

@@ -68,6 +68,11 @@ class RGap(Attack):
         """Also refuse batches, local steps, and networks that cannot be inverted layer by layer."""
         super().check_threat(task, threat)
         check_invertible(self.name, task, threat)
+        if threat.batch_size != 1:
+            raise ThreatModelError(
+                f"{self.name}: inverts the gradient of one example, got batch_size={threat.batch_size}; use a batch of "
+                "one"
+            )
         if threat.known_labels is not None and threat.known_labels.is_floating_point():
             raise ThreatModelError(f"{self.name}: known_labels must be class numbers, got probabilities")
         chain = chain_of(task)
@@ -99,8 +104,8 @@ class RGap(Attack):
         hypotheses = invert_head(task, head, targets, known_labels)
         victim, number = hypotheses.distinct.nonzero(as_tuple=True)
         repeated = {name: value[victim] for name, value in targets.items()}
-        signal, values = hypotheses.signal[victim, number] @ weight_of(head), hypotheses.values[victim, number]
-        labels = hypotheses.labels[victim, number]
+        signal = (hypotheses.signal[victim, number] @ weight_of(head))[:, None]
+        values, labels = hypotheses.values[victim, number, None], hypotheses.labels[victim, number]
         known = torch.ones_like(values, dtype=torch.bool)
         for done, leaf in enumerate(reversed(chain[:-1]), start=1):
             values, signal, known = invert_leaf(leaf, values, signal, known, repeated, self.steps)

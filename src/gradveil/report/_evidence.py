@@ -99,6 +99,15 @@ def _leaking(rows: list[ResultRow]) -> set[int]:
     return {row.victim for row in rows if row.leaked}
 
 
+def weakened(audit: Audit, defense: str) -> bool:
+    """Whether significantly fewer of the same victims leak, to any attack, under `defense` than without it."""
+    without = [row for method in audit.methods for row in audit.without_defense(MethodId(method))]
+    under = [row for attack in audit.attacks for row in audit.rows_of(defense, attack)]
+    victims = {row.victim for row in without} & {row.victim for row in under}
+    leaking, still = (_leaking(rows) & victims for rows in (without, under))
+    return sign_test(len(leaking - still), len(still - leaking)) <= ALPHA
+
+
 def stopped(audit: Audit, defense: str) -> list[str]:
     """The methods that `defense` is shown to stop, provided that nothing leaks under it."""
     return [each.method for each in evidence(audit, defense) if each.shown]

@@ -9,8 +9,8 @@ from gradveil.report.read import Audit
 OUTCOMES = {
     Outcome.STOPS: "Nothing is recovered under the defense, and the audit can show it: see what shows that.",
     Outcome.NOT_SHOWN: "Nothing is recovered under the defense, but that may be the attacks' fault or luck.",
-    Outcome.WEAKENS: "Less is recovered than without the defense, but still something.",
-    Outcome.FAILS: "As much is recovered as without the defense.",
+    Outcome.WEAKENS: "Significantly less is recovered than without the defense, but still something.",
+    Outcome.FAILS: "No significantly smaller share is recovered than without the defense.",
     Outcome.UNKNOWN: "Not judged: something has not run.",
 }
 

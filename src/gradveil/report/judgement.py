@@ -11,7 +11,7 @@ from statistics import fmean
 from gradveil.audit.rows import MethodId
 from gradveil.audit.store import resume_command
 from gradveil.metrics.identification import proportion
-from gradveil.report._evidence import adapted, lacking, stopped
+from gradveil.report._evidence import adapted, lacking, stopped, weakened
 from gradveil.report._scores import Score, score
 from gradveil.report._text import join, names, percent, plural
 from gradveil.report.flags import Raised, raised
@@ -85,13 +85,12 @@ def judge(audit: Audit) -> Verdict:
 def outcome(audit: Audit, defense: str) -> Outcome:
     """What `defense` does, judged by the attacker who recovers the largest share of the victims.
 
-    A leak counts whichever attack causes it. That a defense stops attacks is shown only as `_evidence.RULE` says, by
-    tests on the victims that all attacks have finished with, and by an attacker adapted to it.
+    A leak counts whichever attack causes it. That a defense weakens or stops attacks is shown only by tests on the
+    victims that were attacked with and without it; that it stops them, only as `_evidence.RULE` says.
     """
     undefended = [score(audit, rows) for attack in audit.attacks if (rows := audit.without_defense(attack))]
-    leaked = max((_share(result) for _, result in _results(audit, defense)), default=0.0)
-    if leaked:
-        return Outcome.WEAKENS if leaked < max(map(_share, undefended), default=0.0) else Outcome.FAILS
+    if any(result.leaked for _, result in _results(audit, defense)):
+        return Outcome.WEAKENS if weakened(audit, defense) else Outcome.FAILS
     unfinished = any(name in (defense, UNDEFENDED) for name, _, _ in audit.missing_attempts())
     if not undefended or unfinished:
         return Outcome.UNKNOWN
@@ -198,7 +197,7 @@ def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
         yield f"{names(defenses)} are not enough: under each of them, some attack still recovers {_noun(audit)}."
         return
     for defense in defenses:
-        attack, result = max(_results(audit, defense), key=lambda pair: _success(audit, pair[1]))
+        attack, result = _strongest(audit, defense)
         yield (
             f"`{defense}` is not enough: `{audit.short_name(attack)}` still recovers {result.leaked} of "
             f"{_victims(audit, result.victims)}{_unaware_attackers(audit, defense, attack, result)}."
@@ -207,11 +206,17 @@ def _weakening(audit: Audit, defenses: list[str]) -> Iterator[str]:
 
 def _failing(audit: Audit, defenses: list[str]) -> Iterator[str]:
     if defenses:
-        verb = "does" if len(defenses) == 1 else "do"
+        best = [_strongest(audit, defense)[1] for defense in defenses]
+        verb, counts = "does" if len(defenses) == 1 else "do", [f"{each.leaked} of {each.victims:,}" for each in best]
         yield (
-            f"{names(defenses)} {verb} not help: at least as large a share of the {_noun(audit)} is recovered as "
-            "without a defense."
+            f"{names(defenses)} {verb} not help: {join(counts)} {_noun(audit)} are recovered, not significantly fewer "
+            "than without a defense."
         )
+
+
+def _strongest(audit: Audit, defense: str) -> tuple[MethodId, Score]:
+    """The attack that recovers most under `defense`, with its score."""
+    return max(_results(audit, defense), key=lambda pair: _success(audit, pair[1]))
 
 
 def _unfinished(defenses: list[str]) -> Iterator[str]:

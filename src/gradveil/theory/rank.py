@@ -180,18 +180,18 @@ def _known_and_slope(activation: nn.Module, outputs: Tensor) -> tuple[Tensor, Te
 
 
 def judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor, tolerance: float = TOLERANCE) -> LayerRank:
-    """How many values of a convolution's input its equations determine.
+    """How many values of a convolution's inputs its equations determine.
 
     Args:
         leaf: the convolution, as `trace` found it.
-        known: which of its outputs are known, ``[1, ...]``.
+        known: which of its outputs are known, ``[examples, ...]``; the examples share one gradient.
         signal: the error signal at its outputs.
         tolerance: singular values below this share of the largest count as zero.
     """
     conv = leaf.module
     assert isinstance(conv, nn.Conv2d)
-    channels, height, width = leaf.inputs.shape[1:]
-    forward, pixels = int(known.sum()), height * width
+    examples, (channels, height, width) = len(known), leaf.inputs.shape[1:]
+    forward, pixels = int(known.sum()), examples * height * width
     equations = gradient_equations(conv, (height, width), signal)
     values, vectors = torch.linalg.eigh(equations.T @ equations)  # [pixels]: the same for every input channel
     determined = values > tolerance**2 * values[-1].clamp_min(torch.finfo(values.dtype).tiny)
@@ -202,12 +202,12 @@ def judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor, tolerance: floa
         rank += min(undetermined, forward)
     elif undetermined:
         # The directions that the gradient leaves undetermined in each channel, as the convolution maps them.
-        directions = vectors[:, ~determined].T.reshape(-1, 1, height, width)
+        directions = vectors[:, ~determined].T.reshape(-1, examples, height, width)
         count, responses = len(directions), []
         for channel in range(channels):
-            probe = directions.new_zeros(count, channels, height, width)
-            probe[:, channel] = directions[:, 0]
-            outputs = F.conv2d(probe, conv.weight, **geometry(conv))
+            probe = directions.new_zeros(count, examples, channels, height, width)
+            probe[:, :, channel] = directions
+            outputs = F.conv2d(probe.flatten(0, 1), conv.weight, **geometry(conv)).unflatten(0, (count, examples))
             responses.append((outputs * known).flatten(1))
         stacked = torch.cat(responses)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
@@ -232,14 +232,17 @@ def geometry(conv: nn.Conv2d) -> dict[str, Any]:
 
 
 def gradient_equations(conv: nn.Conv2d, size: tuple[int, int], signal: Tensor) -> Tensor:
-    """The linear map from one input channel to its weight gradient, ``[out_channels * kernel area, height * width]``.
+    """The linear map from one channel of all inputs to its weight gradient.
 
     Args:
         conv: the convolution.
-        size: height and width of its input.
-        signal: the error signal at its output, ``[1, out_channels, ...]``.
+        size: height and width of its inputs.
+        signal: the error signal at its outputs, ``[examples, out_channels, ...]``.
+
+    Returns:
+        ``[out_channels * kernel area, examples * height * width]``.
     """
     pixels = math.prod(size)
     unit_images = torch.eye(pixels, dtype=signal.dtype, device=signal.device).view(pixels, 1, *size)
     patches = F.unfold(unit_images, conv.kernel_size, **geometry(conv))  # [pixels, kernel area, output positions]
-    return torch.einsum("pkl,ol->okp", patches, signal[0].flatten(1)).flatten(0, 1)
+    return torch.einsum("pkl,eol->okep", patches, signal.flatten(2)).flatten(2).flatten(0, 1)
