@@ -93,8 +93,8 @@ def _invert_convolution(
     def apply(inputs: Tensor) -> tuple[Tensor, Tensor]:
         flat = inputs.flatten(0, 1)
         forward = F.conv2d(flat, conv.weight, **options).view_as(known)
-        patches = F.unfold(flat, conv.kernel_size, **options).unflatten(0, shape[:2])
-        return forward * known, (unit @ patches.mT).sum(1)
+        patches = F.unfold(flat, conv.kernel_size, **options)
+        return forward * known, (unit @ patches.view(*shape[:2], *patches.shape[1:]).mT).sum(1)
 
     def transpose(forward: Tensor, weights: Tensor) -> Tensor:
         folded = F.fold((weights[:, None].mT @ unit).flatten(0, 1), shape[3:], conv.kernel_size, **options)

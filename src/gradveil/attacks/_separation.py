@@ -8,9 +8,9 @@ from torch import Tensor
 from gradveil.core.errors import InputError
 
 _SAMPLES_AT_ONCE = 4096
-_MOST_SAMPLES = 1 << 20
+_PATIENCE = 1000  # times 2^(b - 1), about as many samples as are needed for one example
 _ZERO = 1e-4  # of the largest feature: updates have seven digits, and the smallest singular value takes some of them
-_SPARE_ZEROS = 8  # a direction that is one example has this many zeros more than those that it was made to have
+_SPARE_ZEROS = 2  # an example is zero in at least this many places more than those that it was made to be zero in
 _SAME = 0.999  # two directions are the same if the cosine of the angle between them exceeds this
 _REFINEMENTS = 3
 _FAINT = 1e-6  # a singular value below this share of the largest is rounding
@@ -64,7 +64,7 @@ def separate(owner: str, weight: Tensor, bias: Tensor, examples: int, generator:
     places = right[:rank].T  # [features, rank]
     heard = places[places.norm(dim=1) > _ZERO * float(places.norm(dim=1).max())]
     directions, drawn = places.new_zeros(0, rank), 0
-    while len(directions) < rank and drawn < _MOST_SAMPLES and len(heard) > rank:
+    while len(directions) < rank and drawn < _PATIENCE * 2 ** (rank - 1) and len(heard) > rank:
         drawn += _SAMPLES_AT_ONCE
         directions = _independent(torch.cat([directions, _sampled(heard, generator)]), heard)
     if len(directions) < rank:
@@ -93,7 +93,8 @@ def _sampled(places: Tensor, generator: torch.Generator) -> Tensor:
         directions = torch.linalg.eigh(torch.einsum("dp,pa,pb->dab", off, places, places))[1][..., 0]
     directions = directions * (directions @ places.T).sum(1, keepdim=True).sign()
     features = directions @ places.T
-    return directions[features.amin(1) > -_ZERO * features.amax(1)]
+    possible: Tensor = directions[features.amin(1) > -_ZERO * features.amax(1)]
+    return possible
 
 
 def _zeros(directions: Tensor, places: Tensor) -> Tensor:

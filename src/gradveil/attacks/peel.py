@@ -27,6 +27,9 @@ _Report = Callable[[float, float], None]  # called with (share of the search don
 _TOLERANCE = 1e-3
 """A convolution is passed if no singular value of its equations is smaller than this share of the largest: updates have
 seven digits, and what is lost in one layer is missing in all below."""
+_ROUGH = 1e-4
+"""What was solved for says so too: values behind a ReLU are negative by rounding alone. If they are so by more than this
+share of the largest, small active units are taken for silent ones, and all below is wrong."""
 _HISTORY = 30
 _OUTSIDE = 1.0
 """Weight of the squared distance from the allowed range of inputs."""
@@ -246,18 +249,25 @@ def peeled(task: Task, gradients: Gradients, examples: int, generator: torch.Gen
         hypothesis = invert_head(task, head, one_victim, None)
         found = Examples(hypothesis.values[0], hypothesis.signal[0], hypothesis.labels[0])
     else:
-        found = separate(
-            "peel", *(gradients[f"{head.name}.{part}"] for part in ("weight", "bias")), examples, generator
-        )
+        weight, bias = (gradients[f"{head.name}.{part}"] for part in ("weight", "bias"))
+        found = separate("peel", weight, bias, examples, generator)
     values, signal = found.features[None], (found.signals @ weight_of(head))[None]
     known = torch.ones_like(values, dtype=torch.bool)
     while at > 0 and chain[at].follows and _can_pass(task, chain, at - 1, known[0], signal[0]):
+        solved = invert_leaf(chain[at - 1], values, signal, known, one_victim, _CLOSED_FORM_STEPS)
+        if at > 1 and isinstance(chain[at - 2].module, nn.ReLU) and chain[at - 1].follows and _is_rough(solved[0]):
+            break
         at -= 1
-        values, signal, known = invert_leaf(chain[at], values, signal, known, one_victim, _CLOSED_FORM_STEPS)
+        values, signal, known = solved
     above = {leaf.name for leaf in chain[at:]}
     below = tuple(name for name in gradients if name.rpartition(".")[0] not in above)
     at_input = at == 0 and chain[at].follows
     return Frontier(chain[at].name, values[0], known[0], signal[0], below, at_input), found.labels
+
+
+def _is_rough(rectified: Tensor) -> bool:
+    """Whether values that came out of a ReLU are so far below zero that the zeros among them cannot be told."""
+    return bool(-rectified.min() > _ROUGH * rectified.max())
 
 
 def _can_pass(task: Task, chain: list[Leaf], index: int, known: Tensor, signal: Tensor) -> bool:

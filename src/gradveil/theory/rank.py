@@ -207,7 +207,7 @@ def judge_convolution(leaf: Leaf, known: Tensor, signal: Tensor, tolerance: floa
         for channel in range(channels):
             probe = directions.new_zeros(count, examples, channels, height, width)
             probe[:, :, channel] = directions
-            outputs = F.conv2d(probe.flatten(0, 1), conv.weight, **geometry(conv)).unflatten(0, (count, examples))
+            outputs = F.conv2d(probe.flatten(0, 1), conv.weight, **geometry(conv)).view(count, *known.shape)
             responses.append((outputs * known).flatten(1))
         stacked = torch.cat(responses)  # [channels * count, outputs]
         values = torch.linalg.eigvalsh(stacked @ stacked.T if len(stacked) <= stacked.shape[1] else stacked.T @ stacked)
