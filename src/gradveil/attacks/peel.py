@@ -28,7 +28,7 @@ _TOLERANCE = 1e-3
 """A convolution is passed if no singular value of its equations is smaller than this share of the largest: updates have
 seven digits, and what is lost in one layer is missing in all below."""
 _ROUGH = 1e-4
-"""What was solved for says so too: values behind a ReLU are negative by rounding alone. If they are so by more than this
+"""What was solved for says so too: values behind a ReLU are negative by rounding alone. If they are by more than this
 share of the largest, small active units are taken for silent ones, and all below is wrong."""
 _HISTORY = 30
 _OUTSIDE = 1.0
