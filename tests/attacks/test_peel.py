@@ -114,6 +114,15 @@ def test_features_without_zeros_and_defended_batches_are_refused(images):
         attack.reconstruct(task, noisy, threat)
 
 
+def test_a_batch_that_is_not_taken_apart_does_not_hinder_the_others(images):
+    task, threat = network(nn.ReLU), gradveil.ThreatModel(batch_size=2)
+    apart = torch.cat([images[0][:1], 1 - images[0][:1]])
+    updates = [task.gradients(batch, images[1]) for batch in (images[0], apart)]
+    found = gradveil.attack("peel", iterations=5).reconstruct(task, updates, threat)
+    assert found.loss.isfinite().tolist() == [False, True]
+    assert sorted(found.labels[1].tolist()) == sorted(images[1].tolist())
+
+
 def test_images_are_recovered_where_the_closed_form_is_not_enough(images):
     task = network(nn.ReLU)
     _, psnr = attacked(task, *images, iterations=150, tv=1e-3)

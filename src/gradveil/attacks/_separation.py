@@ -8,7 +8,7 @@ from torch import Tensor
 from gradveil.core.errors import InputError
 
 _SAMPLES_AT_ONCE = 4096
-_PATIENCE = 1000  # times 2^(b - 1), about as many samples as are needed for one example
+_PATIENCE = 10_000  # times 2^(b - 1), which suffices for an example that leaves half of the places at zero
 _ZERO = 1e-4  # of the largest feature: updates have seven digits, and the smallest singular value takes some of them
 _SPARE_ZEROS = 2  # an example is zero in at least this many places more than those that it was made to be zero in
 _SAME = 0.999  # two directions are the same if the cosine of the angle between them exceeds this

@@ -129,32 +129,42 @@ class Peel(Attack):
             check_prior(self.name, "tv", task)
 
     def run(self, problem: Problem) -> Reconstruction:
-        """Peel and search, victim by victim: how far a network can be peeled is different for each."""
+        """Peel and search, victim by victim: how far a network can be peeled is different for each.
+
+        A batch that cannot be taken apart stays where it started, with an infinite loss, unless none can.
+        """
         task, start = problem.task.to(torch.float64), near_the_middle(problem).double()
-        labels, solutions = [], list[Solution]()
+        labels, solutions = torch.zeros(problem.victims, problem.examples).long(), list[Solution]()
+        refusals = list[InputError]()
         for victim in range(problem.victims):
             gradients = {name: value[victim].double() for name, value in problem.updates.items()}
-            frontier, found = peeled(task, gradients, problem.examples, problem.generator)
-            labels.append(found)
 
             def report(share: float, left: float, done: int = victim) -> None:
                 if problem.progress:
                     problem.progress(round(100 * (done + share)), 100 * problem.victims, left)
 
+            try:
+                frontier, labels[victim] = peeled(task, gradients, problem.examples, problem.generator)
+            except InputError as error:
+                refusals.append(error)
+                solutions.append(_nothing(start[victim, None]))
+                continue
             if frontier.at_input:
-                solutions.append(_solved(task, frontier, found, gradients))
+                solutions.append(_solved(task, frontier, labels[victim], gradients))
             else:
                 solutions.append(self._search(task, frontier, gradients, start[victim, None], report))
             if solutions[-1].interrupted:
                 break
-        missing = problem.victims - len(solutions)  # after an interrupt, the others stay where they started
-        losses = torch.cat([found.losses for found in solutions] + [torch.full((missing,), torch.inf).double()])
+        if len(refusals) == problem.victims:
+            raise refusals[0]
+        interrupted = solutions[-1].interrupted
+        solutions += [_nothing(start[victim, None]) for victim in range(len(solutions), problem.victims)]
         return Reconstruction(
-            torch.cat([found.candidates for found in solutions] + [start[len(solutions) :]]),
-            torch.stack([*labels, *torch.zeros(missing, problem.examples).long()]),
-            losses,
-            torch.cat([found.iterations for found in solutions] + [torch.zeros(missing).long()]),
-            interrupted=bool(missing) or solutions[-1].interrupted,
+            torch.cat([found.candidates for found in solutions]),
+            labels,
+            torch.cat([found.losses for found in solutions]),
+            torch.cat([found.iterations for found in solutions]),
+            interrupted=interrupted,
         )
 
     def _search(
@@ -185,6 +195,12 @@ class Peel(Attack):
             if solution.interrupted:
                 break
         return replace(solution, iterations=taken)
+
+
+def _nothing(start: Tensor) -> Solution:
+    """What is returned for a victim of whom nothing was found."""
+    loss = torch.full((1,), torch.inf, dtype=start.dtype)
+    return Solution(start, loss, torch.zeros(1).long(), LossHistory(loss, loss, loss[:, None]))
 
 
 def _solved(task: Task, frontier: Frontier, labels: Tensor, gradients: Gradients) -> Solution:
