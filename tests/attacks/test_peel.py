@@ -114,6 +114,15 @@ def test_features_without_zeros_and_defended_batches_are_refused(images):
         attack.reconstruct(task, noisy, threat)
 
 
+def test_examples_that_do_not_explain_their_signals_are_refused(generator):
+    """Twice the bias's gradient: the features come out at half their size, and the classifier does not confirm them."""
+    task = network(nn.ReLU).to(torch.float64)
+    gradients = task.gradients(torch.rand(2, 1, 12, 12, generator=generator).double(), torch.tensor([3, 7]))
+    gradients["5.bias"] = 2 * gradients["5.bias"]
+    with pytest.raises(InputError, match="whose features explain their error signals to 0.01, got"):
+        peeled(task, gradients, 2, generator)
+
+
 def test_a_batch_that_is_not_taken_apart_does_not_hinder_the_others(images):
     task, threat = network(nn.ReLU), gradveil.ThreatModel(batch_size=2)
     apart = torch.cat([images[0][:1], 1 - images[0][:1]])

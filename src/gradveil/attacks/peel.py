@@ -27,6 +27,8 @@ _Report = Callable[[float, float], None]  # called with (share of the search don
 _TOLERANCE = 1e-3
 """A convolution is passed if no singular value of its equations is smaller than this share of the largest: updates have
 seven digits, and what is lost in one layer is missing in all below."""
+_VERIFIED = 1e-2
+"""Relative error, at most, of the error signals that the classifier gives for features that were told apart."""
 _ROUGH = 1e-4
 """What was solved for says so too: values behind a ReLU are negative by rounding alone. If they are by more than this
 share of the largest, small active units are taken for silent ones, and all below is wrong."""
@@ -267,6 +269,7 @@ def peeled(task: Task, gradients: Gradients, examples: int, generator: torch.Gen
     else:
         weight, bias = (gradients[f"{head.name}.{part}"] for part in ("weight", "bias"))
         found = separate("peel", weight, bias, examples, generator)
+        _check_signals(head, found)
     values, signal = found.features[None], (found.signals @ weight_of(head))[None]
     known = torch.ones_like(values, dtype=torch.bool)
     while at > 0 and chain[at].follows and _can_pass(task, chain, at - 1, known[0], signal[0]):
@@ -279,6 +282,19 @@ def peeled(task: Task, gradients: Gradients, examples: int, generator: torch.Gen
     below = tuple(name for name in gradients if name.rpartition(".")[0] not in above)
     at_input = at == 0 and chain[at].follows
     return Frontier(chain[at].name, values[0], known[0], signal[0], below, at_input), found.labels
+
+
+def _check_signals(head: Leaf, found: Examples) -> None:
+    """Refuse examples whose features do not give, through the classifier, the error signals that they came with."""
+    assert isinstance(head.module, nn.Linear)
+    chances = head.module(found.features).softmax(1)
+    expected = (chances - nn.functional.one_hot(found.labels, chances.shape[1])) / len(chances)
+    missed = float(((expected - found.signals).norm(dim=1) / expected.norm(dim=1)).max())
+    if not missed < _VERIFIED:
+        raise InputError(
+            f"peel: expected examples whose features explain their error signals to {_VERIFIED:g}, got {missed:.2g}; "
+            "the batch was not taken apart well enough, or is defended"
+        )
 
 
 def _is_rough(rectified: Tensor) -> bool:
