@@ -1,5 +1,7 @@
 """dager: whole batches of sentences of tiny random models, with and without noise, and what it refuses."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -11,6 +13,7 @@ from gradveil.attacks._span import completed_row_space, estimated_variance, nois
 from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.defenses.knowledge import read_arrived
 from gradveil.modality import Text, Words
+from gradveil.models.attention import AttentionBlock
 from gradveil.models.smollm2 import Decoder, Size
 from gradveil.models.text_transformer import TextTransformer
 from gradveil.task import NextToken
@@ -148,6 +151,35 @@ def test_a_span_that_is_everything_says_nothing():
     assert not found.certain.any()
     assert recovered.shape == (4, LENGTH)
     assert (recovered[:, 0] != 0).all()
+
+
+def test_a_span_that_holds_more_tokens_than_it_has_dimensions_is_one_of_noise():
+    """Two vectors of the table span what all tokens lie in: no sentence is looked for."""
+    table = torch.eye(2, dtype=torch.float64).repeat(20, 1)
+    space = row_space(torch.tensor([[1.0, 0, 0], [0, 1, 0]], dtype=torch.float64), 1e-6)
+    block = AttentionBlock((), lambda vectors, first: nn.functional.pad(vectors, (0, 1))[:, first:], causal=True)
+    search = _sentences.Search(table, 0, 4, (block, block), (space, space), 1e-3, "none", 8)
+    assert [len(tokens) for tokens in search.tokens()] == [0]
+    assert [len(tokens) for tokens in replace(search, table=table[:4]).tokens()] == [3]  # all but the padding
+
+
+def test_the_search_of_prefixes_is_bounded(task, monkeypatch):
+    """With few tokens nothing changes; with a bound of one, only the best beginning is continued."""
+    continued = []
+    original = _sentences.Search._continuations
+
+    def noted(self, beginnings, tokens):
+        continued.append(len(beginnings))
+        return original(self, beginnings, tokens)
+
+    monkeypatch.setattr(_sentences.Search, "_continuations", noted)
+    tokens = sentences(4, seed=4)
+    assert as_set(attack(task, tokens)[1]) == as_set(tokens)
+    assert max(continued) > 1
+    continued.clear()
+    monkeypatch.setattr(_sentences, "_MOST_CONTINUED", 1)
+    attack(task, tokens)
+    assert max(continued) == 1
 
 
 def test_other_weights_of_the_task_count(task):

@@ -112,8 +112,10 @@ class Search:
             middle, upper = distances[distances.isfinite()].quantile(distances.new_tensor([0.5, _QUANTILE])).tolist()
             near = max(near, _NEAR * upper if self.noise == "known" else middle - _TIMES * (upper - middle))
         # There are at most as many different vectors as the span has dimensions, of which noise may add or hide some.
-        most = len(distances) if self.noise == "none" else 2 * len(self.spaces[0].basis)
-        return [column.argsort()[: min(most, int((column <= near).sum()))] for column in distances.T]
+        most, counts = 2 * len(self.spaces[0].basis), (distances <= near).sum(0).tolist()
+        if self.noise == "none" and max(counts) > most:
+            return [self.table.new_zeros(0).long()]  # it is the span of noise, which holds any token
+        return [column.argsort()[: min(most, count)] for column, count in zip(distances.T, counts, strict=True)]
 
     def by_position(self, allowed: Sequence[Tensor], count: int, generator: torch.Generator) -> list[Sentence]:
         """The sentences of an encoder's batch, in which every vector depends on all tokens of its sentence.
