@@ -64,7 +64,7 @@ def dataset_of(case: Row) -> data.Dataset:
 def build(case: Row) -> gradveil.Task:
     """The task of a case, at its initial weights or, if the case says how it was `trained`, after that."""
     dataset = dataset_of(case)
-    scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if key in case}
+    scale = {key: dataset.train.input_shape[0] * [case[key]] for key in ("mean", "std") if case.get(key) is not None}
     loss = case.get("loss", "cross-entropy")
     task = cases.build_task(dataset, case["model"], seed=case["seed"], loss=loss, norms=case.get("norms"), **scale)
     if "precision" in case:

@@ -3,6 +3,7 @@
 import torch
 
 from gradveil import metrics
+from gradveil.metrics.cells import cells
 from kinds import Row, Session, run_attack
 
 EXACT = 100.0
@@ -10,15 +11,24 @@ EXACT = 100.0
 
 
 def exact(case: Row, session: Session) -> Row:
-    """The PSNR of every image without a ceiling, and which batches are exact, meaning every image of them is."""
+    """The PSNR of every example without a ceiling, and which batches are exact, meaning every example of them is.
+
+    The PSNR of a row of a table is that of its values as the model is fed them: numbers scaled to [0, 1], and categories
+    as ones and zeros. For tables there is also the share of the cells that were recovered.
+    """
     seen, found = run_attack(case, session)
-    victims = seen.case.victims
+    victims, modality = seen.case.victims, seen.case.prepared.task.modality
     inputs = found.inputs.double().cpu().reshape(victims.inputs.shape)
     decibels, labels = [], 0
+    scores: dict[str, list[float]] = {}
     guesses = found.labels.reshape(victims.targets.shape).cpu()
     for originals, guess, targets, classes in zip(victims.inputs, inputs, victims.targets, guesses, strict=True):
-        order = metrics.match(originals.double(), guess.nan_to_num())
-        repaired = guess.nan_to_num().clamp(0, 1)[order]
+        repaired = modality.repaired(guess)
+        order = metrics.match(originals.double(), repaired, modality)
+        repaired = repaired[order]
+        if modality.name == "table":
+            pair = modality.compared(originals.double()), modality.compared(repaired)
+            scores.setdefault("cells", []).append(float(cells(*pair).mean()))
         error = (originals.double() - repaired).square().flatten(1).mean(1)
         decibels.append((-10 * error.clamp_min(1e-30).log10()).tolist())
         labels += int((classes[order] == targets).sum())
@@ -32,6 +42,7 @@ def exact(case: Row, session: Session) -> Row:
         "labels_right": labels,
         "loss": found.loss.tolist(),
         "attack_seconds": found.seconds / len(decibels),
+        **scores,
     }
 
 

@@ -6,7 +6,7 @@ import torch
 import gradveil
 from gradveil.attacks import _portfolio
 from gradveil.attacks._learned import Learning
-from gradveil.attacks._portfolio import Calibration, Member, Price, Trial, best_policy, distances
+from gradveil.attacks._portfolio import Calibration, Member, Price, Trial, best_policy, distances, second_opinions
 from gradveil.attacks.auto import Auto
 from gradveil.attacks.findings import Reconstruction
 from gradveil.core.errors import ThreatModelError
@@ -42,6 +42,24 @@ def test_two_members_are_used_if_their_distances_tell_which_is_right():
 def test_a_second_member_must_be_worth_half_of_the_budget():
     one, other = trial("one", [20.0, 20.0], [0.1, 0.1]), trial("other", [20.2, 20.2], [0.0, 0.2])
     assert best_policy([one, other], 0.5) == [other]
+
+
+def test_a_second_opinion_must_do_no_harm():
+    learned = trial("learned", [20.0, 21.0, 22.0, 23.0], [1.0, 1.2, 0.9, 1.1])
+    search = trial("search", [12.0, 12.0, 12.0, 24.0], [0.1, 0.1, 0.1, 0.1])  # nearer to updates, further from examples
+    weaker = trial("weaker", [15.0, 15.0, 15.0, 15.0], [2.0, 2.0, 2.0, 2.0])  # its distances show that
+    assert second_opinions([learned], [search, weaker], 0.5) == [weaker]
+
+
+def test_a_victim_is_not_given_to_a_search_whose_distance_misleads(monkeypatch, tiny_task, tiny_batch):
+    monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", SMALL)
+    monkeypatch.setattr("gradveil.attacks.auto.second_opinions", lambda *_: [])
+    threat = gradveil.ThreatModel()
+    attack = gradveil.attack("auto", seconds=0.1).fit(tiny_task, threat, generator=torch.Generator().manual_seed(0))
+    plain = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
+    noisy = {name: value + 100 for name, value in plain.items()}
+    found = attack.reconstruct(tiny_task, noisy, threat)
+    assert found.found_by[0] in attack.chosen["members"]
 
 
 def test_the_distance_is_that_of_the_updates(tiny_task, tiny_batch):
@@ -88,7 +106,7 @@ def test_a_surprising_victim_meets_the_next_member_too(monkeypatch, tiny_task, t
     plain = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])
     noisy = {name: value + 100 for name, value in plain.items()}
     attack.reconstruct(tiny_task, noisy, threat)
-    assert ran == [*attack.chosen["members"], *attack.chosen["substitutes"]][: len(ran)]
+    assert ran == [*attack.chosen["members"], *attack.chosen["second opinions"]][: len(ran)]
     assert len(ran) == len(attack.chosen["members"]) + 1
 
 
@@ -171,7 +189,7 @@ def test_what_it_learned_is_found_again(monkeypatch, tiny_task, tiny_batch, tmp_
 def test_what_no_member_can_attack_is_refused(monkeypatch, tiny_task):
     monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", (Member("peel", 20),))
     with pytest.raises(ThreatModelError, match="auto: no attack of its portfolio applies here: peel: "):
-        gradveil.attack("auto").fit(tiny_task, gradveil.ThreatModel(batch_size=2))
+        gradveil.attack("auto").fit(tiny_task, gradveil.ThreatModel(batch_size=4))
 
 
 def test_labels_that_are_no_classes_take_public_examples():

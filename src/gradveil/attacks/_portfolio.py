@@ -270,16 +270,44 @@ def best_policy(trials: Sequence[Trial], noticeable: float) -> list[Trial]:
     """
 
     def outcome(policy: tuple[Trial, ...]) -> tuple[float, float]:
-        taken = []
-        for client in range(len(policy[0].closeness)):
-            nearest = min((trial.distances[client], place) for place, trial in enumerate(policy))
-            taken.append(policy[nearest[1]].closeness[client])
+        taken = closeness_of(policy)
         return median(taken) - noticeable * (len(policy) - 1), fmean(taken)
 
     ranked = sorted(trials, key=lambda trial: outcome((trial,)), reverse=True)
     policies: list[tuple[Trial, ...]] = [*combinations(ranked, 1), *combinations(ranked, 2)]
     best = max(policies, key=outcome)
     return list(best)
+
+
+def closeness_of(policy: Sequence[Trial]) -> list[float]:
+    """How close a policy came to each simulated client: each gets the result that is nearest to its update.
+
+    >>> member, price = Member("idlg", 1000), Price(0.1, 0.01)
+    >>> sharp = Trial(member, price, member.attack(30), [30.0, 9.0], [0.1, 0.9])
+    >>> blurred = Trial(member, price, member.attack(30), [15.0, 15.0], [0.8, 0.8])
+    >>> closeness_of([sharp, blurred])
+    [30.0, 15.0]
+    """
+    taken = []
+    for client in range(len(policy[0].closeness)):
+        _, place = min((trial.distances[client], place) for place, trial in enumerate(policy))
+        taken.append(policy[place].closeness[client])
+    return taken
+
+
+def second_opinions(policy: Sequence[Trial], others: Sequence[Trial], noticeable: float) -> list[Trial]:
+    """The others that may be tried where a policy explains a victim's update badly: those that did no harm beside it.
+
+    A search always comes nearer to an update than learning does, though what it finds may look like nothing. So where
+    the distance would have preferred worse results on the simulated clients, it must not decide about victims.
+
+    Args:
+        policy: what attacks the victims.
+        others: how other members did.
+        noticeable: the smallest difference of closeness that counts.
+    """
+    least = fmean(closeness_of(policy)) - noticeable
+    return [trial for trial in others if fmean(closeness_of([*policy, trial])) >= least]
 
 
 def distances(task: Task, updates: Gradients, found: Reconstruction, threat: ThreatModel) -> Tensor:

@@ -20,6 +20,7 @@ from gradveil.attacks._portfolio import (
     best_policy,
     distances,
     from_spec,
+    second_opinions,
 )
 from gradveil.attacks.base import ATTACKS, Attack
 from gradveil.attacks.findings import Reconstruction
@@ -62,7 +63,9 @@ class Auto(Attack):
     The policy with the best median over the simulated clients attacks the victims. What the victims really hold is
     never used. A member that cannot handle the task or the threat model is left out, one that refuses an update is
     replaced by the next best, and if a victim's distance is five times larger than any simulated client's, as it is for
-    an attacker who does not know that there is a defense, the next best member is tried as well.
+    an attacker who does not know that there is a defense, the next best member is tried as well, unless deciding by the
+    distance made it worse on the simulated clients (a search comes nearer to an update than learning does, whatever it
+    finds).
 
     The budget is counted, not timed (see `gradveil.core.work.nominal_seconds`), so that the same call finds the same on
     every machine, however busy. Trying the portfolio costs as much as attacking four victims. No search is cut to fewer
@@ -137,8 +140,11 @@ class Auto(Attack):
         trials = self._trials(calibration, learning, refused)
         if not trials:
             raise ThreatModelError(f"{self.name}: every attack of its portfolio refused: {'; '.join(refused.values())}")
-        policy = best_policy(trials, METRICS.get(task.modality.primary).noticeable)
-        ranked = policy + sorted((trial for trial in trials if trial not in policy), key=lambda trial: -trial.median)
+        noticeable = METRICS.get(task.modality.primary).noticeable
+        policy = best_policy(trials, noticeable)
+        others = sorted((trial for trial in trials if trial not in policy), key=lambda trial: -trial.median)
+        opinions = second_opinions(policy, others, noticeable)
+        ranked = policy + others
         armed = [self._armed(trial, len(policy) if trial in policy else 1) for trial in ranked]
         tensors: dict[str, Tensor] = {}
         about = {}
@@ -148,6 +154,7 @@ class Auto(Attack):
         chosen = {
             "members": [str(attack) for attack in armed[: len(policy)]],
             "substitutes": [str(attack) for attack in armed[len(policy) :]],
+            "second opinions": [str(attack) for trial, attack in zip(ranked, armed, strict=True) if trial in opinions],
             "learned": about,
             "expected": max(distance for trial in policy for distance in trial.distances),
             "closeness": {trial.member.spec: list(trial.closeness) for trial in trials},
@@ -192,6 +199,7 @@ class Auto(Attack):
         """Attack with the members of the policy, and keep for each victim what is nearest to its update."""
         assert self.chosen is not None
         wanted, substitutes = list(self.chosen["members"]), list(self.chosen["substitutes"])
+        opinions = list(self.chosen["second opinions"])
         parts = len(wanted)
         found: list[_Attempt] = []
         while wanted:
@@ -207,8 +215,9 @@ class Auto(Attack):
             found.append(_Attempt(spec, result, distances(problem.task, problem.updates, result, problem.threat)))
             nearest = _nearest(found)
             surprised = bool((nearest.loss > SURPRISING * max(self.chosen["expected"], EXACT)).any())
-            if surprised and not wanted and substitutes and len(found) == parts:
-                wanted.append(substitutes.pop(0))
+            asked = [one for one in opinions if one not in {attempt.spec for attempt in found}]
+            if surprised and not wanted and asked and len(found) == parts:
+                wanted.append(asked[0])
         return nearest
 
     def _attack_with(self, spec: str, problem: Problem, progress: Progress) -> Reconstruction:
