@@ -18,7 +18,7 @@ _NEAR, _TIMES = 0.4, 2.0
 _ATTEMPTS = 8  # for each sentence of an encoder's batch, to find it from random tokens
 _MOST_TRIED = 2**17  # sentences of an encoder, all attempts together
 _MOST_BEGINNINGS = 128  # that are continued at once, of all first tokens together
-_MOST_CONTINUED = 2**12  # beginnings times tokens that may continue them; coarse rounding leaves a thousand tokens
+_MOST_CONTINUED = 2**14  # beginnings times tokens that may continue them; coarse rounding leaves a thousand tokens
 _REPETITIONS = 3  # of a sentence's first token, which leave no trace by themselves
 _NEW = 1e-6  # of a dimension that a sentence must add to those already explained
 # Under noise: what a token that fits is worth, the most that one that does not may cost (some directions drown, and
