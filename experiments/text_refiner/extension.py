@@ -192,4 +192,14 @@ def fine_tuning(case: Row, session: Session) -> Row:
     return {**made_by(task, "trained", defense), **row, "accuracy": accuracy, "chance": majority, "losses": losses}
 
 
+def derive(view: Row) -> Row:
+    """For tables: how many of the client's words are in Refiner's robust data, and the accuracy in per cent."""
+    shown: Row = {}
+    if "robust_data" in view:
+        shown["robust_recall"] = view["robust_data"]["token_recall"]
+    if "accuracy" in view:
+        shown["accuracy_percent"] = 100 * view["accuracy"]
+    return shown
+
+
 KINDS = {"sentences": sentences, "sentences-blind": blind, "fine-tuning": fine_tuning}
