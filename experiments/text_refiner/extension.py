@@ -36,6 +36,8 @@ from kinds import Row, Session, attack_seen, dataset_of
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 EPOCHS = 8
+PROJECTED = 0.9999
+"""A projected update is this share of epsilon away from the gradient, or more; the rest is rounding."""
 WRITTEN = ("exact", "token_recall", "token_f1", "rouge_2", "rouge_l")
 
 
@@ -193,10 +195,15 @@ def fine_tuning(case: Row, session: Session) -> Row:
 
 
 def derive(view: Row) -> Row:
-    """For tables: how many of the client's words are in Refiner's robust data, and the accuracy in per cent."""
+    """For tables: Refiner's victims by whether their update was projected, and the accuracy in per cent."""
     shown: Row = {}
     if "robust_data" in view:
         shown["robust_recall"] = view["robust_data"]["token_recall"]
+        defense = gradveil.defense(view["defense"])
+        assert isinstance(defense, Refiner)
+        for distance, exact in zip(view["distance"], view["exact"], strict=True):
+            where = "projected" if distance >= PROJECTED * defense.epsilon else "free"
+            shown.setdefault(f"exact_{where}", []).append(exact)
     if "accuracy" in view:
         shown["accuracy_percent"] = 100 * view["accuracy"]
     return shown
