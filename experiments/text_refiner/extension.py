@@ -115,7 +115,8 @@ def sentences(case: Row, session: Session) -> Row:
         defense = defense_of(case, task, case["weights"])
         prepared = cases.prepare(task, defense, attack, public=None, seed=case["seed"])
         victims = victims_of(case, text_of(task))
-        posed = cases.Case(prepared, attack, victims, adaptive=case["adaptive"], seed=case["seed"])
+        granted = {"adaptive": case["adaptive"], "labels": case.get("labels", "infer")}
+        posed = cases.Case(prepared, attack, victims, seed=case["seed"], **granted)
         seen = cases.observe(posed)
         found = attack_seen(seen, session)
     text = text_of(task)
