@@ -94,6 +94,7 @@ PAGES = {
     "membership": ("experiments/membership/README.md", None),
     "exact_attacks": ("experiments/exact_attacks/README.md", None),
     "dager": ("experiments/dager/README.md", None),
+    "text_refiner": ("experiments/text_refiner/README.md", None),
     "identification": ("experiments/identification/README.md", None),
 }
 
