@@ -73,6 +73,13 @@ def train(text: Text, stored: Tensor) -> TextEvaluationNetwork:
     return network
 
 
+def write(network: TextEvaluationNetwork, text: Text, out: Path, *, dataset: str, model: str) -> None:
+    """Write a network, with the digest of the embedding that it is for."""
+    settings = {"seed": SEED, "steps": STEPS, "batch": BATCH, "data": dataset, "model": model}
+    metadata = {"training": json.dumps(settings), "table": table_digest(text.vectors)}
+    save_file({key: value.contiguous() for key, value in network.state_dict().items()}, out, metadata)
+
+
 @torch.no_grad()
 def print_scores(network: TextEvaluationNetwork, text: Text, stored: Tensor) -> None:
     print("| test texts with | mean absolute error | Spearman | mean prediction at r = 0, .1, ..., 1 |")
@@ -105,9 +112,7 @@ def main() -> None:
     text = build_task(dataset, arguments.model, seed=arguments.seed, weights=arguments.weights).modality
     assert isinstance(text, Text)
     network = train(text, dataset.train.inputs)
-    settings = {"seed": SEED, "steps": STEPS, "batch": BATCH, "data": arguments.dataset, "model": arguments.model}
-    metadata = {"training": json.dumps(settings), "table": table_digest(text.vectors)}
-    save_file({key: value.contiguous() for key, value in network.state_dict().items()}, arguments.out, metadata)
+    write(network, text, arguments.out, dataset=arguments.dataset, model=arguments.model)
     print_scores(network, text, dataset.test.inputs)
     print(arguments.out)
 

@@ -62,9 +62,9 @@ class Refiner(StepDefense):
     active server's imprint block reads nine in ten images as if there were no defense (docs/active-servers.md).
 
     For text, x are word vectors, v those of random words, `step` is in units of the vectors' spread, and there is no
-    box; padding stays padding. What a matching attack then recovers is a blend of two words at each place, and two
-    thirds of these decode to the client's. A projected update still has the client's words in its span, so `dager`
-    finds them all (docs/text.md).
+    box; padding stays padding. What a matching attack then recovers is a blend of two words at each place, and at
+    initial weights half of these decode to the client's. A projected update still has the client's words in its span,
+    so `dager` reads a sentence off word for word (docs/text.md).
 
     Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
     of the client's own images and are not protected.
