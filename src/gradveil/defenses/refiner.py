@@ -67,6 +67,10 @@ class Refiner(StepDefense):
     thirds of these decode to the client's. A projected update still has the client's words in its span, so `dager`
     finds them all (docs/text.md).
 
+    For rows of a table, v are random rows, with uniform numbers and categories of which each is equally likely. The
+    search moves inside the box and the simplexes of soft blocks, which blends are in from the start. The attacker who
+    knows it (`undo-blend`) takes the likelier of the two categories in each block by what is known about the columns.
+
     Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
     of the client's own images and are not protected.
 
@@ -94,8 +98,8 @@ class Refiner(StepDefense):
         decay: factor by which each further layer counts less (tau).
         step: mean length of a search step, as the root mean square over an image's values.
         normalise: whether the utility metric has a unit, as above; False: with the weights as equation 3 prints them.
-        network: the evaluation network: ``"images"``, which comes with gradveil, or for text a file for the model's
-            embedding, see `gradveil.models.text_evaluation`.
+        network: the evaluation network: ``"images"``, which comes with gradveil, or for text and tables a file for the
+            model's embedding or the table, see `gradveil.models.fitted_evaluation`.
 
     References:
         Fan, Chen, Wang, Li & Zhou, Refiner: Data Refining against Gradient Leakage Attacks in Federated Learning.

@@ -84,6 +84,22 @@ class Column:
         shares = values.new_tensor(self.shares or [1 / self.width] * self.width)
         return -(size(values) * shares.clamp_min(_LEAST_SHARE).log()).sum(-1)
 
+    def median_between(self, low: Tensor, high: Tensor) -> Tensor:
+        """The median of the Laplace variable of `surprise`, if it is known to lie between two numbers.
+
+        >>> numbers = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([0.3, 0.6, 1.0])
+        >>> [round(value, 3) for value in Column("age", middle=0.5, spread=0.05).median_between(*numbers).tolist()]
+        [0.272, 0.5, 0.928]
+        """
+        spread = max(self.spread, _LEAST_SPREAD)
+        start, end = ((edge.double() - self.middle) / spread for edge in (low, high))
+        # By symmetry, the interval may lie left of the middle, where the mass of tails does not vanish in rounding.
+        mirrored = start + end > 0
+        start, end = torch.where(mirrored, -end, start), torch.where(mirrored, -start, end)
+        mass = start.exp() + torch.where(end <= 0, end.clamp(max=0).exp(), 2 - (-end).clamp(max=0).exp())
+        found = (mass / 2).log()
+        return (self.middle + spread * torch.where(mirrored, -found, found)).to(low.dtype)
+
 
 @MODALITIES.register("table")
 @dataclass(frozen=True)
@@ -219,8 +235,8 @@ class Table(Written):
 
         A row's r is the mean of what its blocks have outside their largest values, in units of what a random category
         puts there; it is at most `most` (and at most 1/2, where x and v are confused). Rows without categories do not
-        tell r and are left as they are. Given r, a number x lies between ``(y - r) / (1 - r)`` and ``y / (1 - r)``; of
-        these, the one nearest to the median of its column is the likeliest. A block p holds category i with weight
+        tell r and are left as they are. Given r, a number x that became y lies between ``(y - r) / (1 - r)`` and
+        ``y / (1 - r)``, and `Column.median_between` these is taken. A block p holds category i with weight
 
         .. math:: share_i \sum_j \exp\Big(-\frac{|p - (1 - r) e_i - r e_j|^2}{2 \, deviation^2}\Big)
 
@@ -239,8 +255,8 @@ class Table(Written):
         rows = [
             _likeliest_category(column, blends[..., place], share, deviation)
             if column.categories
-            else blends.new_tensor(column.middle).clamp(
-                (blends[..., place] - share) / (1 - share), blends[..., place] / (1 - share)
+            else column.median_between(
+                ((blends[..., place] - share) / (1 - share)).clamp(0, 1), (blends[..., place] / (1 - share)).clamp(0, 1)
             )
             for column, place in parts
         ]

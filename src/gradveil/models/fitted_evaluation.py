@@ -116,7 +116,7 @@ class TableEvaluationNetwork(FittedEvaluation):
         table: the modality, with its columns.
 
     Example:
-        >>> table = Table((Column("age", 17, 90), Column("sex", categories=("female", "male"))))
+        >>> table = Table(columns=(Column("age", 17, 90), Column("sex", categories=("female", "male"))))
         >>> TableEvaluationNetwork(table)(torch.tensor([[0.5, 0.0, 1.0], [0.2, 0.5, 0.5]])).shape
         torch.Size([2])
     """
