@@ -177,9 +177,11 @@ def test_refiner_is_audited_on_rows_plain_and_adaptive(people, network, tmp_path
     rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
     refined = [row for row in rows if row["defense"] == "refiner"]
     assert sorted(row["adaptive"] for row in refined) == [False] * 3 + [True] * 3
-    # What the client trained on has half of its cells from random rows, and that is what the plain attack finds.
-    assert all(row["cells"] < 100 for row in refined)
-    assert all(row["trained_on"]["cells"] > row["cells"] for row in refined if not row["adaptive"])
+    # The client trains on blends with random rows, and these are what the plain attack finds.
+    plain = [row for row in refined if not row["adaptive"]]
+    cells = sum(row["cells"] for row in plain)
+    assert cells < 100 * len(plain)
+    assert cells < sum(row["trained_on"]["cells"] for row in plain)
 
 
 def test_worker_processes_get_the_columns_too(loaded):
