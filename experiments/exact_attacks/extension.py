@@ -13,8 +13,8 @@ EXACT = 100.0
 def exact(case: Row, session: Session) -> Row:
     """The PSNR of every example without a ceiling, and which batches are exact, meaning every example of them is.
 
-    The PSNR of a row of a table is that of its values as the model is fed them: numbers scaled to [0, 1], and categories
-    as ones and zeros. For tables there is also the share of the cells that were recovered.
+    The PSNR of a row of a table is that of its values as the model is fed them: numbers scaled to [0, 1], categories as
+    ones and zeros. For tables there is also the share of the cells that were recovered.
     """
     seen, found = run_attack(case, session)
     victims, modality = seen.case.victims, seen.case.prepared.task.modality
@@ -51,4 +51,6 @@ KINDS = {"exact": exact}
 
 def derive(row: Row) -> Row:
     """How many images there are in all, and how many of them are above 20 dB, where they can be recognised."""
+    if "decibels" not in row:  # a blind guess
+        return {}
     return {"images": len(row["decibels"]), "recognisable": sum(value > 20 for value in row["decibels"])}

@@ -29,6 +29,25 @@ def test_repeated_labels_of_a_batch_are_counted(name, generator):
     assert right >= 18
 
 
+def test_noise_does_not_hide_one_of_two_labels(generator):
+    """Either entry of the bias may be the larger one under noise; row sums of signed features mean nothing."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 2))
+    task, noise = gradveil.Task(model, input_shape=(1, 4, 4), classes=2), gradveil.defense("gaussian-noise", std=0.01)
+    for label in 10 * [0, 1]:
+        image = torch.rand(1, 1, 4, 4, generator=generator)
+        update = noise.share(task, image, torch.tensor([label]), generator=generator)
+        assert infer_labels(task, update, 1).labels.tolist() == [label]
+
+
+@pytest.mark.parametrize("spec", ["dual-pruning:k1=0.05,k2=0.5", "gradient-dropout:keep=0.8,std=0.005"])
+def test_one_of_two_labels_that_is_hidden_in_the_bias_is_read_off_the_weights(spec, generator):
+    task = gradveil.Task(models.create("mlp", input_shape=(1, 8, 8), classes=2), input_shape=(1, 8, 8), classes=2)
+    for label in 10 * [0, 1]:
+        image = torch.rand(1, 1, 8, 8, generator=generator)
+        update = gradveil.defense(spec).share(task, image, torch.tensor([label]), generator=generator)
+        assert infer_labels(task, update, 1).labels.tolist() == [label]
+
+
 @pytest.mark.parametrize("name", ["lenet", "mlp", "convnet"])
 @pytest.mark.parametrize("spec", ["dual-pruning:k1=0.05,k2=0.75", "gradient-dropout:keep=0.8,std=0.005"])
 def test_a_label_hidden_in_the_bias_is_read_off_the_weights(name, spec, generator):

@@ -266,7 +266,7 @@ def test_what_is_learned_once_is_counted_once():
     assert second < first / 10
 
 
-@pytest.mark.parametrize(("attack", "victims_to_learn"), [("lti", 150), ("auto", 4)])
+@pytest.mark.parametrize(("attack", "victims_to_learn"), [("lti", 150), ("auto:seconds=0.001", 12)])
 def test_a_piece_that_is_broken_off_while_it_learns_is_still_to_attack(attack, victims_to_learn):
     """Learning takes one second here, so attacking two victims takes 2 / `victims_to_learn` of that."""
 
@@ -279,6 +279,20 @@ def test_a_piece_that_is_broken_off_while_it_learns_is_still_to_attack(attack, v
     first, second = estimated(pieces, perform, 1, device="cpu", seconds=0.1).seconds
     assert first / second == pytest.approx(1 + victims_to_learn / 2)
     assert 1 < first - second < 4
+
+
+def test_an_attack_that_budgets_its_work_is_expected_to_spend_it():
+    def quick_at_first(_piece, _strength, report):
+        for step in range(1, 101):
+            time.sleep(0.01)
+            report(step, 100)
+
+    pieces = [Piece("attack", spec, "auto:seconds=5", stop=8, missing=(0, 1)) for spec in ("none", "top-k")]
+    first, second = estimated(pieces, quick_at_first, 1, device="cpu", seconds=0.1, pace=lambda: 2.0).seconds
+    assert first == pytest.approx(2 * (12 + 8) * 5)
+    assert second == pytest.approx(2 * 8 * 5)  # what was learned serves again
+    at_once = estimated(pieces, lambda *_: None, 1, device="cpu", pace=lambda: 2.0)
+    assert max(at_once.seconds) < 1  # it found a closed form, so nothing is left to expect
 
 
 def test_a_plan_lasts_as_long_as_its_longest_piece():

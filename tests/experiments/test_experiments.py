@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 20
+    assert len(NAMES) == 21
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
@@ -94,6 +94,7 @@ PAGES = {
     "membership": ("experiments/membership/README.md", None),
     "exact_attacks": ("experiments/exact_attacks/README.md", None),
     "dager": ("experiments/dager/README.md", None),
+    "text_refiner": ("experiments/text_refiner/README.md", None),
     "identification": ("experiments/identification/README.md", None),
 }
 

@@ -1577,18 +1577,24 @@ print(far, moved, here.history == there.history, len(reports))
 """
 
 
-@pytest.mark.parametrize("table", [False, True], ids=["digits", "table"])
-def test_the_command_line_trains_on_flower(monkeypatch, capsys, tmp_path, table):
+@pytest.mark.parametrize("kind", ["digits", "table", "text"])
+def test_the_command_line_trains_on_flower(monkeypatch, capsys, tmp_path, kind):
     monkeypatch.setattr(simulation, "run_on_ray", in_process)
     monkeypatch.delenv("GRADVEIL_DATA", raising=False)
     monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets its own
-    results, data = [], []
-    if table:
+    results, data, model, least_values = [], [], "mlp", 28 * 28
+    if kind == "table":
         rows = [f"{place % 60},{'abc'[place % 3]},{'no' if place % 7 < 3 else 'yes'}" for place in range(200)]
         (tmp_path / "rows.csv").write_text("\n".join(["age,kind,answer", *rows]))
-        data = ["--dataset", str(tmp_path / "rows.csv"), "--target", "answer"]
+        data, least_values = ["--dataset", str(tmp_path / "rows.csv"), "--target", "answer"], 200
+    if kind == "text":
+        films = ["dull", "film", "with", "a", "great", "plot"]
+        lines = [f"{'no' if place % 2 else 'yes'}\t{films[place % 6]} {films[place % 5]}" for place in range(200)]
+        (tmp_path / "films.tsv").write_text("\n".join(lines))
+        data, least_values = ["--dataset", f"{tmp_path / 'films.tsv'}:length=4"], 200
+        model = "text-transformer:width=8,depth=1,heads=2"
     for engine in ("local", "flower"):
-        words = f"train --engine {engine} --model mlp --rounds 2 --clients 3 --batch-size 8 --json".split() + data
+        words = f"train --engine {engine} --model {model} --rounds 2 --clients 3 --batch-size 8 --json".split() + data
         monkeypatch.setattr(sys, "argv", ["gradveil", *words])
         with pytest.raises(SystemExit, match="0"):
             cli.main()
@@ -1596,7 +1602,7 @@ def test_the_command_line_trains_on_flower(monkeypatch, capsys, tmp_path, table)
     here, there = results
     assert there["accuracy"] == here["accuracy"]
     assert there["loss"] == pytest.approx(here["loss"], rel=1e-4)
-    assert there["download_bytes"] > 4 * (200 if table else 28 * 28)
+    assert there["download_bytes"] > 4 * least_values
 
 
 @pytest.mark.slow

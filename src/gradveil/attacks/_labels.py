@@ -13,8 +13,11 @@ from gradveil.task import Task
 from gradveil.update import LocalSteps, Update, total_weight
 
 ROUNDING = 1e-4
-"""How much larger in magnitude, relatively, another entry of the bias gradient may be than the label's. With two
-classes the two magnitudes are equal up to the rounding of the softmax."""
+"""How much larger in magnitude, relatively, another entry of the bias gradient may be than the label's, which is as
+large as all others together."""
+NOISE_OF_TWO = 1.0
+"""The same for two classes, whose magnitudes are equal: noise makes either the larger one, and far from as large as
+twice the other unless it drowns both. A label's entry that was withheld or replaced leaves a larger difference."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +113,8 @@ def infer_labels(task: Task, update: Update, batch_size: int, local: LocalSteps 
         by_weight = bias if weight is None else weight.sum(1)
         assert by_weight is not None  # at least one of them is trained
         by_bias = by_weight if bias is None else bias
-        if _singles_out_a_class(by_bias) and by_bias.max() <= -(1 + ROUNDING) * by_bias.min():
+        excess = NOISE_OF_TWO if task.classes == 2 else ROUNDING
+        if _singles_out_a_class(by_bias) and by_bias.max() <= -(1 + excess) * by_bias.min():
             return LabelGuess(by_bias.argmin()[None], ambiguous=False)
         # The sum may be small, because dual pruning withholds the largest values of the label's row.
         if _singles_out_a_class(by_weight):

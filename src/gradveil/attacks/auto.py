@@ -97,11 +97,14 @@ class Auto(Attack):
     finds_labels = True  # each member finds them in its own way
     simulates = True  # each member gets raw updates and looks up what it may know itself
     uses_public = True
-    learning_victims = CLIENTS
 
     seconds: float = number(5.0, above=0)
     chosen: Mapping[str, Any] | None = state()
     learned: Tensors | None = state()
+
+    def budgeted(self, victims: int) -> tuple[float, float]:
+        """As `Attack.budgeted`: all searches together are tried for as long as the simulated clients may take."""
+        return (CLIENTS + LEARNING) * self.seconds, victims * self.seconds
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what no member can attack, with their reasons."""
@@ -180,9 +183,10 @@ class Auto(Attack):
                 return trials[-1:]
         share = self.seconds / max(1, len(prices) - len(trials))
         rest = [member for member in prices if not member.is_closed_form]
+        costs = [LEARNING * self.seconds if one.attack().needs_public else CLIENTS * share for one in rest]
         for place, member in enumerate(rest):
             attack = member.within(share, prices[member], LEAST_TRIED)
-            part = _part(learning.progress, place, len(rest))
+            part = _part(learning.progress, sum(costs[:place]) / sum(costs), costs[place] / sum(costs))
             try:
                 trials.append(calibration.trial(member, prices[member], attack, LEARNING * self.seconds, part))
             except GradveilError as error:
@@ -205,7 +209,9 @@ class Auto(Attack):
         while wanted:
             spec = wanted.pop(0)
             try:
-                result = self._attack_with(spec, problem, _part(problem.progress, min(len(found), parts - 1), parts))
+                result = self._attack_with(
+                    spec, problem, _part(problem.progress, min(len(found), parts - 1) / parts, 1 / parts)
+                )
             except GradveilError:
                 if substitutes:
                     wanted.append(substitutes.pop(0))
@@ -267,15 +273,14 @@ def _nearest(attempts: list[_Attempt]) -> Reconstruction:
     )
 
 
-def _part(progress: Progress, number: int, parts: int) -> Progress:
-    """Reports the progress of part `number` of several as progress of the whole."""
+def _part(progress: Progress, before: float, share: float) -> Progress:
+    """Reports the progress of a part as that of the whole, of which it is a `share`, after `before` has been done."""
     if progress is None:
         return None
     report, began = progress, perf_counter()
 
     def note(step: int, steps: int, left: float) -> None:
-        report(
-            number * 1000 + 1000 * step // steps, parts * 1000, left + (parts - number - 1) * (perf_counter() - began)
-        )
+        whole = (perf_counter() - began + left) / share
+        report(round(1000 * (before + share * step / steps)), 1000, left + whole * max(0.0, 1 - before - share))
 
     return note

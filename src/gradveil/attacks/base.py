@@ -60,6 +60,10 @@ class Attack(Method, ABC):
         """Whether it learns from public data if the threat model grants any."""
         return self.needs_public or self.uses_public
 
+    def budgeted(self, victims: int) -> tuple[float, float] | None:
+        """Nominal seconds that learning, and attacking so many victims, take; None if it does not budget its work."""
+        return None
+
     @abstractmethod
     def run(self, problem: Problem) -> Findings:
         """Recover what the updates give away."""

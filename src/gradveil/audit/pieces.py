@@ -69,12 +69,19 @@ class Piece:
         """Roughly, the share of its time that does not go into learning.
 
         >>> [Piece("attack", "none", attack, stop=8).attacking_share for attack in ("idlg", "auto")]
-        [1.0, 0.6666666666666666]
+        [1.0, 0.4]
         """
         if self.attack is None or self.learns is None:
             return 1.0
+        if self.budgeted is not None:
+            return self.budgeted[1] / sum(self.budgeted)
         victims = self.stop - self.first
         return victims / (victims + create_attack(self.attack).learning_victims)
+
+    @property
+    def budgeted(self) -> tuple[float, float] | None:
+        """The nominal seconds of learning and attacking, if its attack budgets them."""
+        return None if self.attack is None else create_attack(self.attack).budgeted(self.stop - self.first)
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON holds them."""

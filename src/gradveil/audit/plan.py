@@ -10,12 +10,13 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 
 from gradveil.audit.match import TRIES
 from gradveil.audit.pieces import Piece
+from gradveil.core.work import nominal_seconds
 
 LONG = 2 * 3600.0
 """Seconds from which on a user is warned."""
@@ -60,8 +61,12 @@ def estimated(
     *,
     device: str,
     seconds: float = 0.3,
+    pace: Callable[[], float] = lambda: 1.0,
 ) -> Plan:
     """A plan with estimates: one piece of each kind is begun, and broken off after `seconds`.
+
+    The parts of an attack that budgets its work differ in their speed, so what it has done until then says little. It
+    is expected to spend its budget, or longer if that was measured.
 
     Args:
         pieces: the pieces.
@@ -69,8 +74,10 @@ def estimated(
         workers: the processes that share the work; None: as many as are worth it.
         device: the device that they compute on; one process suffices for an accelerator.
         seconds: how long to measure each kind of piece.
+        pace: measures how many seconds a nominal one takes here.
     """
-    measured: dict[tuple[str, str | None, bool], float] = {}
+    measured: dict[tuple[str, str | None, bool], _Probe] = {}
+    measured_pace = cache(pace)
     costs: list[float] = []
     learned = set()
     for piece in pieces:
@@ -79,7 +86,10 @@ def estimated(
         kind = probed.kind, probed.attack, probed.adaptive
         if kind not in measured:
             measured[kind] = _probe(partial(perform, probed, probed.defense), seconds, 1 - probed.attacking_share)
-        cost = measured[kind] * (TRIES if piece.kind == "match" else 1)
+        probe = measured[kind]
+        cost = probe.seconds * (TRIES if piece.kind == "match" else 1)
+        if piece.budgeted is not None and not probe.finished:
+            cost = max(cost, measured_pace() * sum(piece.budgeted))
         if piece.learns in learned:
             cost *= piece.attacking_share  # what another piece has learned is found on disk
         elif piece.learns is not None:
@@ -97,11 +107,34 @@ def available_workers(device: str) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def pace_of(compute: Callable[[], object], seconds: float = 0.2) -> float:
+    """How many seconds a nominal second takes on this machine as it is now, by a computation like those to come.
+
+    >>> import torch
+    >>> 0 < pace_of(lambda: torch.ones(100, 100) @ torch.ones(100, 100), seconds=0.01)
+    True
+    """
+    nominal = nominal_seconds(compute)
+    began, runs = time.perf_counter(), 0
+    while not runs or time.perf_counter() - began < seconds:
+        compute()
+        runs += 1
+    return (time.perf_counter() - began) / runs / nominal
+
+
 class _Enough(Exception):
     """Breaks off a piece."""
 
 
-def _probe(perform: Callable[[Callable[..., None]], object], seconds: float, learning: float) -> float:
+@dataclass(frozen=True)
+class _Probe:
+    """How long a piece takes, and whether it was finished before it could be broken off."""
+
+    seconds: float
+    finished: bool
+
+
+def _probe(perform: Callable[[Callable[..., None]], object], seconds: float, learning: float) -> _Probe:
     """Estimate how long a piece takes whose first part, learning, takes a share `learning` of that time, if any."""
     began = time.monotonic()
     parts: list[list[tuple[float, float, float]]] = [[]]  # (time, step, steps) of each part: learning, then attacking
@@ -127,8 +160,8 @@ def _probe(perform: Callable[[Callable[..., None]], object], seconds: float, lea
         now, step, steps = parts[-1][-1]
         rate = sorted(rates)[len(rates) // 2] if rates else (now - began) / step
         part = now - began + rate * (steps - step)
-        return part / learning if learning and len(parts) == 1 else part
-    return time.monotonic() - began
+        return _Probe(part / learning if learning and len(parts) == 1 else part, finished=False)
+    return _Probe(time.monotonic() - began, finished=True)
 
 
 def peak_memory() -> int:

@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from gradveil.audit.config import AuditConfig
 from gradveil.audit.folder import Rows, SealedLines, check_config, read_audit, read_rows, refuse_links
 from gradveil.audit.match import Costs, Price, match
 from gradveil.audit.pieces import Finished, Piece
-from gradveil.audit.plan import Plan, estimated
+from gradveil.audit.plan import Plan, estimated, pace_of
 from gradveil.audit.rows import VERSION, IdentificationRow, MatchRow, ResultRow, UtilityRow
 from gradveil.audit.schema import DIGEST, Json, sealed
 from gradveil.audit.store import BLIND_GUESS, CONFIG, IDENTIFICATIONS, MATCHES, RESULTS, UTILITY, command_line, slug
@@ -140,7 +140,15 @@ def make_plan(config: AuditConfig, folder: Path, *, resume: bool = False, worker
     before = _earlier_run(config, folder, resume)
     subject = Subject.of(config)
     rows = Rows([], [], [], [], ()) if before is None else read_rows(folder, before)
-    return estimated(_missing(subject, rows), _Work(subject).perform, workers, device=config.device, seconds=1.0)
+    return _planned(subject, _missing(subject, rows), workers, seconds=1.0)
+
+
+def _planned(subject: "Subject", pieces: Sequence[Piece], workers: int | None, *, seconds: float = 0.3) -> Plan:
+    """A plan for these pieces; a nominal second is timed on the gradient of a batch of public examples."""
+    batch = [part[: subject.config.batch_size] for part in subject.root]
+    pace = partial(pace_of, partial(subject.task.without_dropout().gradients, *batch))
+    device = subject.config.device
+    return estimated(pieces, _Work(subject).perform, workers, device=device, seconds=seconds, pace=pace)
 
 
 def _run(
@@ -171,7 +179,7 @@ def _run(
     if workers == 1 and ray is None and announce is None:
         planned = Plan(pieces, [1.0] * len(pieces), 1, 0)
     else:
-        planned = estimated(pieces, _Work(subject).perform, workers, device=config.device)
+        planned = _planned(subject, pieces, workers)
     if announce:
         announce(planned)
     tracker = Tracker(planned, progress)
