@@ -21,6 +21,7 @@ from gradveil.audit.workers import share
 from gradveil.cli import main
 from gradveil.core.errors import InputError, ThreatModelError
 from gradveil.defenses import DEFENSES
+from gradveil.models.fitted_evaluation import TableEvaluationNetwork, write_network
 
 JOBS = ["baker", "clerk", "pilot", "<script>alert(1)</script>"]
 
@@ -49,19 +50,26 @@ def task(loaded):
     return cases.build_task(loaded, "mlp")
 
 
-IMAGES_ONLY = {
-    "ats": "ats: transforms work on images",
-    "refiner": "refiner: the evaluation network sees images",
-}
+@pytest.fixture(scope="module")
+def network(loaded, tmp_path_factory):
+    """An evaluation network for the table, as it is before its training."""
+    path = tmp_path_factory.mktemp("network") / "rows.safetensors"
+    torch.manual_seed(0)
+    write_network(TableEvaluationNetwork(loaded.train.modality), path, {})
+    return path
+
+
+IMAGES_ONLY = {"ats": "ats: transforms work on images"}
 
 
 @pytest.mark.parametrize("name", DEFENSES.names())
-def test_every_defense_runs_on_rows_or_says_that_it_cannot(name, loaded, task):
+def test_every_defense_runs_on_rows_or_says_that_it_cannot(name, loaded, task, network):
+    spec = f"refiner:network={network}" if name == "refiner" else name
     rows, labels = loaded.train.batch(range(3))
     public = loaded.train.batch(range(100, 200))
 
     def shared():
-        prepared = cases.prepare(task, gradveil.defense(name), gradveil.attack("idlg"), public=public, seed=0)
+        prepared = cases.prepare(task, gradveil.defense(spec), gradveil.attack("idlg"), public=public, seed=0)
         defense, generator = prepared.defense, torch.Generator().manual_seed(0)
         announced = None
         if defense.announces:
@@ -152,6 +160,28 @@ def test_a_table_is_audited_to_a_report(people, tmp_path):
     columns = (tmp_path / "out/attacks.csv").read_text().splitlines()[0]
     assert "Cells %" in columns
     assert (tmp_path / "out/overview.png").is_file()
+
+
+def test_refiner_is_audited_on_rows_plain_and_adaptive(people, network, tmp_path):
+    config = AuditConfig(
+        dataset=f"{people}:target=income",
+        model="mlp",
+        defenses=("none", f"refiner:epsilon=100,network={network}"),
+        attacks=("idlg:iterations=30",),
+        victims=3,
+        rounds=2,
+        clients=2,
+        games=0,
+    )
+    run(config, tmp_path / "out")
+    rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    refined = [row for row in rows if row["defense"] == "refiner"]
+    assert sorted(row["adaptive"] for row in refined) == [False] * 3 + [True] * 3
+    # The client trains on blends with random rows, and these are what the plain attack finds.
+    plain = [row for row in refined if not row["adaptive"]]
+    cells = sum(row["cells"] for row in plain)
+    assert cells < 100 * len(plain)
+    assert cells < sum(row["trained_on"]["cells"] for row in plain)
 
 
 def test_worker_processes_get_the_columns_too(loaded):

@@ -5,17 +5,12 @@ sentences-blind: the most frequent words instead.
 fine-tuning: federated training under a defense, of a new network on the trained model's frozen word vectors.
 
 `weights` are "initial" or "trained": what scripts/train_text.py makes of the model. Refiner's evaluation networks are
-what scripts/train_text_evaluation.py makes for the word vectors of these weights. All of these files are made when they
+what scripts/train_refiner_network.py makes for the word vectors of these weights. All of these files are made when they
 are first needed, with fixed seeds, and kept in `checkpoints`.
 """
 
-import contextlib
-import runpy
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -30,42 +25,15 @@ from gradveil.federation import Training, train
 from gradveil.federation.checkpoint import FILE as CHECKPOINT
 from gradveil.modality import Text
 from gradveil.modality.text import NOTHING
-from gradveil.models.text_evaluation import table_digest
+from gradveil.models.fitted_evaluation import embedding_digest
 from gradveil.task import Gradients
 from kinds import Row, Session, attack_seen, dataset_of
+from made_files import kept_files, made, script
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 EPOCHS = 8
 PROJECTED = 0.9999
 """A projected update is this share of epsilon away from the gradient, or more; the rest is rounding."""
 WRITTEN = ("exact", "token_recall", "token_f1", "rouge_2", "rouge_l")
-
-
-@contextlib.contextmanager
-def kept_files(session: Session) -> Iterator[Path]:
-    """Work in the folder of the files that are kept.
-
-    A defense's draws are seeded by its spec, which names the evaluation network; so that name must not depend on where
-    the repository lies.
-    """
-    folder = (session.folder / "checkpoints").resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.chdir(folder):
-        yield folder
-
-
-@cache
-def script(name: str) -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPTS / f"{name}.py"), run_name=name)
-
-
-def made(path: Path, make: Callable[[Path], None]) -> Path:
-    """The file at `path`, which `make` writes if it is missing; an interruption leaves no half of it."""
-    if not path.exists():
-        new = path.with_suffix(".new")
-        make(new)
-        new.replace(path)
-    return path
 
 
 def task_of(case: Row, weights: str) -> gradveil.Task:
@@ -84,11 +52,10 @@ def defense_of(case: Row, task: gradveil.Task, weights: str) -> Defense:
     defense = gradveil.defense(case["defense"])
     if not isinstance(defense, Refiner):
         return defense
-    text, stored, making = text_of(task), dataset_of(case).train.inputs, script("train_text_evaluation")
+    text, stored, making = text_of(task), dataset_of(case).train.inputs, script("train_refiner_network")
 
     def train_evaluation(out: Path) -> None:
-        names = {"dataset": case["dataset"], "model": case["model"]}
-        making["write"](making["train"](text, stored), text, out, **names)
+        making["write"](making["train"](text, stored), out, {"data": case["dataset"], "model": case["model"]})
 
     path = made(Path(f"evaluation-{weights}.safetensors"), train_evaluation)
     return replace(defense, network=str(path))
@@ -101,11 +68,11 @@ def text_of(task: gradveil.Task) -> Text:
 
 def made_by(task: gradveil.Task, weights: str, defense: Defense) -> Row:
     """How the files behind a row were made."""
-    row: Row = {"word_vectors": table_digest(text_of(task).vectors)}
+    row: Row = {"word_vectors": embedding_digest(text_of(task).vectors)}
     if weights == "trained":
         row["weights_made_by"] = f"scripts/train_text.py, {EPOCHS} epochs, seed 0"
     if isinstance(defense, Refiner):
-        row["network_made_by"] = f"scripts/train_text_evaluation.py for the {weights} word vectors, seed 0"
+        row["network_made_by"] = f"scripts/train_refiner_network.py for the {weights} word vectors, seed 0"
     return row
 
 

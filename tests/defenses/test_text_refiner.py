@@ -10,7 +10,7 @@ from gradveil.core.errors import DataError, InputError
 from gradveil.core.randomness import source_of
 from gradveil.defenses.refiner import Refiner, _utility
 from gradveil.modality import Text, Words
-from gradveil.models.text_evaluation import TextEvaluationNetwork, table_digest
+from gradveil.models.fitted_evaluation import TextEvaluationNetwork, write_network
 
 IDS = torch.tensor([[2, 5, 3, 0, 0], [7, 7, 4, 11, 9], [6, 0, 0, 0, 0]])
 LABELS = torch.tensor([0, 1, 1])
@@ -30,9 +30,8 @@ def task():
 @pytest.fixture(scope="module")
 def file(task, tmp_path_factory):
     torch.manual_seed(3)
-    network = TextEvaluationNetwork(task.modality.vectors, 0)
     path = tmp_path_factory.mktemp("refiner") / "network.safetensors"
-    save_file(network.state_dict(), path, {"table": table_digest(task.modality.vectors)})
+    write_network(TextEvaluationNetwork(task.modality), path, {})
     return str(path)
 
 
@@ -92,7 +91,7 @@ def test_noise_is_words_and_keeps_padding(task):
 
 def test_the_network_does_not_see_padding(task):
     torch.manual_seed(0)
-    network, text = TextEvaluationNetwork(task.modality.vectors, 0), task.modality
+    network, text = TextEvaluationNetwork(task.modality), task.modality
     long, short = text.inputs_of(IDS[:1]), text.inputs_of(IDS[:1, :3])
     torch.testing.assert_close(network(long), network(short))
     leaf = long.clone().requires_grad_()
@@ -106,16 +105,16 @@ def test_text_has_no_denoising_attacker(task, file):
 
 
 def test_networks_that_do_not_belong_to_the_embedding_are_refused(task, file, tmp_path, tiny_task, tiny_batch):
-    with pytest.raises(InputError, match="make one for this embedding with python scripts/train_text_evaluation.py"):
+    with pytest.raises(InputError, match="make one for this embedding with python scripts/train_refiner_network.py"):
         share(task, "images", {})
     with pytest.raises(DataError, match="expected the weights of an evaluation network for text"):
         share(task, str(tmp_path / "none.safetensors"), {})
     other = tmp_path / "other.safetensors"
-    network = TextEvaluationNetwork(task.modality.vectors, 0)
+    network = TextEvaluationNetwork(task.modality)
     save_file(network.state_dict(), other, {"table": "0" * 16})
     with pytest.raises(InputError, match="got one for 0000000000000000, which knows other word vectors"):
         share(task, str(other), {})
-    save_file({"first": torch.zeros(1)}, other, {"table": table_digest(task.modality.vectors)})
+    save_file({"first": torch.zeros(1)}, other, {"table": network.digest})
     with pytest.raises(DataError, match="make the file with"):
         share(task, str(other), {})
     with pytest.raises(InputError, match="network is for text"):

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +14,9 @@ from gradveil.core.parameters import flag, integer, number, text
 from gradveil.defenses._denoising import denoise, noise_deviation
 from gradveil.defenses.base import DEFENSES, StepDefense, checked_gradients
 from gradveil.defenses.knowledge import Knowledge
-from gradveil.modality import Text
+from gradveil.modality import Table, Text
 from gradveil.models.evaluation import evaluation_network
-from gradveil.models.text_evaluation import COMMAND, text_evaluation_network
+from gradveil.models.fitted_evaluation import COMMAND, fitted_kind, fitted_network
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory
 
@@ -66,6 +67,10 @@ class Refiner(StepDefense):
     initial weights half of these decode to the client's. A projected update still has the client's words in its span,
     so `dager` reads a sentence off word for word (docs/text.md).
 
+    For rows of a table, v are random rows, with uniform numbers and categories of which each is equally likely. The
+    search moves inside the box and the simplexes of soft blocks, which blends are in from the start. The attacker who
+    knows it (`undo-blend`) takes the likelier of the two categories in each block by what is known about the columns.
+
     Under FedAvg it acts in every local step. Batch-norm statistics are sent as with every other defense: they are those
     of the client's own images and are not protected.
 
@@ -93,8 +98,8 @@ class Refiner(StepDefense):
         decay: factor by which each further layer counts less (tau).
         step: mean length of a search step, as the root mean square over an image's values.
         normalise: whether the utility metric has a unit, as above; False: with the weights as equation 3 prints them.
-        network: the evaluation network: ``"images"``, which comes with gradveil, or for text a file for the model's
-            embedding, see `gradveil.models.text_evaluation`.
+        network: the evaluation network: ``"images"``, which comes with gradveil, or for text and tables a file for the
+            model's embedding or the table, see `gradveil.models.fitted_evaluation`.
 
     References:
         Fan, Chen, Wang, Li & Zhou, Refiner: Data Refining against Gradient Leakage Attacks in Federated Learning.
@@ -160,16 +165,18 @@ class Refiner(StepDefense):
 
     def evaluation(self, task: Task) -> nn.Module:
         """The evaluation network for the inputs of a task."""
-        if isinstance(task.modality, Text):
+        if kind := fitted_kind(task.modality):
             if self.network == IMAGES:
                 raise InputError(
-                    "refiner: the evaluation network for images does not see words; make one for this embedding with "
-                    f"{COMMAND} and use refiner:network=FILE, or use a defense that needs only gradients"
+                    f"refiner: the evaluation network for images does not see {kind.sees}; make one for this "
+                    f"{kind.belongs_to} with {COMMAND} and use refiner:network=FILE, or use a defense that needs "
+                    "only gradients"
                 )
-            network = text_evaluation_network(self.network, task.modality.vectors, task.modality.padding)
-            return network.to(task.device, task.dtype)
+            return fitted_network(self.network, task.modality).to(task.device, task.dtype)
         if self.network != IMAGES:
-            raise InputError(f"refiner: network is for text, got {self.network} and other inputs; leave it out")
+            raise InputError(
+                f"refiner: network is for text and tables, got {self.network} and other inputs; leave it out"
+            )
         if len(task.input_shape) != 3 or task.input_shape[0] not in (1, 3):
             raise InputError(
                 f"refiner: the evaluation network sees images of 1 or 3 channels, the inputs have shape "
@@ -196,10 +203,22 @@ class Refiner(StepDefense):
         """The paper does not consider the first of these attackers; the second is from its appendix M."""
         solving = "solves the equation that the utility metric leaves for the gradient"
         solve = {"solve-gradient": Knowledge(solving, before=self.solve_gradient, single_gradient=True)}
-        if isinstance(task.modality, Text):  # noise in pixels can be taken out, a random word in a blend cannot
+        modality = task.modality
+        if isinstance(modality, Text):  # noise in pixels can be taken out, a random word in a blend cannot
             return solve
+        if isinstance(modality, Table):
+            telling = "tells the client's cells in the robust rows that are found from random ones"
+            return {"undo-blend": Knowledge(telling, after=partial(self.undo_blended_rows, modality)), **solve}
         undo = Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend)
         return {"undo-blend": undo, **solve}
+
+    def undo_blended_rows(self, table: Table, rows: Tensor) -> Tensor:
+        """Recover the rows from the robust data that an inversion of refiner's update leads to.
+
+        A block of robust data holds two categories, the client's and a random one. Where both weigh the same, the more
+        frequent one is the likelier (`Table.unblended`). The paper does not consider this attacker.
+        """
+        return table.unblended(rows, self.blend, self.step * self.iterations)
 
     def undo_blend(self, images: Tensor) -> Tensor:
         r"""Recover the image from the robust data that an inversion of refiner's update leads to.

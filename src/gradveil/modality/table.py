@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gradveil.core.errors import DataError
 from gradveil.core.parameters import state
+from gradveil.core.randomness import Source
 from gradveil.modality.base import MODALITIES, Written
 from gradveil.modality.written import Fragment
 
@@ -82,6 +83,22 @@ class Column:
             return size(values[..., 0] - self.middle) / max(self.spread, _LEAST_SPREAD)
         shares = values.new_tensor(self.shares or [1 / self.width] * self.width)
         return -(size(values) * shares.clamp_min(_LEAST_SHARE).log()).sum(-1)
+
+    def median_between(self, low: Tensor, high: Tensor) -> Tensor:
+        """The median of the Laplace variable of `surprise`, if it is known to lie between two numbers.
+
+        >>> numbers = torch.tensor([0.2, 0.4, 0.9]), torch.tensor([0.3, 0.6, 1.0])
+        >>> [round(value, 3) for value in Column("age", middle=0.5, spread=0.05).median_between(*numbers).tolist()]
+        [0.272, 0.5, 0.928]
+        """
+        spread = max(self.spread, _LEAST_SPREAD)
+        start, end = ((edge.double() - self.middle) / spread for edge in (low, high))
+        # By symmetry, the interval may lie left of the middle, where the mass of tails does not vanish in rounding.
+        mirrored = start + end > 0
+        start, end = torch.where(mirrored, -end, start), torch.where(mirrored, -start, end)
+        mass = start.exp() + torch.where(end <= 0, end.clamp(max=0).exp(), 2 - (-end).clamp(max=0).exp())
+        found = (mass / 2).log()
+        return (self.middle + spread * torch.where(mirrored, -found, found)).to(low.dtype)
 
 
 @MODALITIES.register("table")
@@ -181,6 +198,10 @@ class Table(Written):
 
         return self.project(self._by_column(drawn, lambda numbers: numbers, spread))
 
+    def noise(self, inputs: Tensor, source: Source) -> Tensor:
+        """Random rows: uniform numbers, and categories of which each is equally likely."""
+        return self.decode(super().noise(inputs, source))
+
     def project(self, inputs: Tensor) -> Tensor:
         """Clamp numbers to [0, 1], and move blocks to the nearest point of the simplex."""
         return self._by_column(inputs, lambda numbers: numbers.clamp(0, 1), nearest_on_simplex)
@@ -208,6 +229,38 @@ class Table(Written):
             for column, place in zip(self.columns, self._places, strict=True)
         ]
         return torch.stack(cells).sum() / (2 * inputs.numel())
+
+    def unblended(self, blends: Tensor, most: float, deviation: float) -> Tensor:
+        r"""The likeliest rows x behind blends ``(1 - r) x + r v`` with random rows v, as `noise` draws them.
+
+        A row's r is the mean of what its blocks have outside their largest values, in units of what a random category
+        puts there; it is at most `most` (and at most 1/2, where x and v are confused). Rows without categories do not
+        tell r and are left as they are. Given r, a number x that became y lies between ``(y - r) / (1 - r)`` and
+        ``y / (1 - r)``, and `Column.median_between` these is taken. A block p holds category i with weight
+
+        .. math:: share_i \sum_j \exp\Big(-\frac{|p - (1 - r) e_i - r e_j|^2}{2 \, deviation^2}\Big)
+
+        Args:
+            blends: rows ``[N, values]``, soft ones allowed.
+            most: the largest r.
+            deviation: of the errors in the values of a block.
+        """
+        parts = list(zip(self.columns, self._places, strict=True))
+        widths = [column.width for column in self.columns if column.categories]
+        outside = [1 - blends[..., place].amax(-1) for column, place in parts if column.categories]
+        if not outside:
+            return blends
+        unit = sum(1 - 1 / width for width in widths)
+        share = (torch.stack(outside).sum(0) / unit).clamp(0, min(most, 0.5))[..., None]
+        rows = [
+            _likeliest_category(column, blends[..., place], share, deviation)
+            if column.categories
+            else column.median_between(
+                ((blends[..., place] - share) / (1 - share)).clamp(0, 1), (blends[..., place] / (1 - share)).clamp(0, 1)
+            )
+            for column, place in parts
+        ]
+        return self.project(torch.cat(rows, -1))
 
     def compared(self, inputs: Tensor) -> Tensor:
         """One number for each cell ``[N, columns]``: scaled numbers, and `FIRST_CODE` or more for categories."""
@@ -272,6 +325,17 @@ class Table(Written):
 def recovered(originals: Tensor, found: Tensor) -> Tensor:
     """Whether each cell of rows, as `Table.compared` has them, was recovered; different categories are 1 apart."""
     return (originals - found).abs() <= TOLERANCE
+
+
+def _likeliest_category(column: Column, block: Tensor, share: Tensor, deviation: float) -> Tensor:
+    """The category behind blocks ``[N, width]`` that are blends with a random one, see `Table.unblended`."""
+    own, random = (1 - share)[..., None] * block[..., :, None], share[..., None] * block[..., None, :]
+    same = torch.eye(column.width, dtype=block.dtype, device=block.device)
+    # The terms of the square that depend on neither i nor j are left out.
+    fits = (own + random - (share * (1 - share))[..., None] * same) / deviation**2
+    frequencies = block.new_tensor(column.shares or [1 / column.width] * column.width).clamp_min(_LEAST_SHARE)
+    found = (fits.logsumexp(-1) + frequencies.log()).argmax(-1)
+    return torch.nn.functional.one_hot(found, column.width).to(block.dtype)
 
 
 def nearest_on_simplex(block: Tensor) -> Tensor:
