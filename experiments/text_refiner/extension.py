@@ -94,8 +94,9 @@ def sentences(case: Row, session: Session) -> Row:
     if isinstance(defense, Refiner):
         robust = torch.stack([inputs for inputs in seen.trained_on if inputs is not None])
         row["robust_data"] = scores(text, victims.inputs, robust)
-    if case["adaptive"]:
-        row["form"] = next(iter(defense.adapt(task, batch_size=victims.batch_size)))
+    if named := case["adaptive"]:
+        forms = defense.adapt(task, batch_size=victims.batch_size)
+        row["form"] = next(iter(forms)) if named is True else named
     return row
 
 

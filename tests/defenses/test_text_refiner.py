@@ -100,8 +100,31 @@ def test_the_network_does_not_see_padding(task):
     assert slope[0, :3].abs().max() > 0
 
 
-def test_text_has_no_denoising_attacker(task, file):
-    assert list(gradveil.defense("refiner", network=file).adapt(task)) == ["solve-gradient"]
+def test_the_attackers_of_text(task, file):
+    assert list(gradveil.defense("refiner", network=file).adapt(task)) == ["undo-blend", "solve-gradient"]
+
+
+def test_frequent_words_are_told_from_random_ones_in_a_blend():
+    """Of blends in equal parts, the frequent word is the client's; of unequal ones, that with the larger part."""
+    table = torch.randn(500, 32, generator=torch.Generator().manual_seed(0))
+    text = Text(Words(tuple(f"w{number}" for number in range(498))), table)
+    ids = torch.tensor([[2, 30, 7, 0], [11, 4, 5, 3]])
+    noise = text.noise(text.inputs_of(ids), source_of(torch.Generator().manual_seed(1)))
+    drawn = text.tokens_of(noise)
+    frequent = (drawn > ids) | (ids == 0)
+    blends = torch.lerp(text.inputs_of(ids), noise, 0.5)
+    errors = 0.05 * torch.randn(blends.shape, generator=torch.Generator().manual_seed(2))
+    blends = torch.where((ids == 0)[..., None], blends, blends + errors)
+    found = text.tokens_of(text.unblended(blends, 0.5, 0.1))
+    assert torch.equal(found[frequent], ids[frequent])
+    assert frequent.sum() >= 7
+    lighter = torch.lerp(text.inputs_of(ids), noise, 0.3)
+    assert torch.equal(text.tokens_of(text.unblended(lighter, 0.5, 0.1)), ids)
+
+
+def test_whole_words_are_left_as_they_are(task):
+    inputs = task.modality.inputs_of(IDS)
+    assert torch.equal(task.modality.unblended(inputs, 0.5, 0.1), inputs)
 
 
 def test_networks_that_do_not_belong_to_the_embedding_are_refused(task, file, tmp_path, tiny_task, tiny_batch):

@@ -204,21 +204,21 @@ class Refiner(StepDefense):
         solving = "solves the equation that the utility metric leaves for the gradient"
         solve = {"solve-gradient": Knowledge(solving, before=self.solve_gradient, single_gradient=True)}
         modality = task.modality
-        if isinstance(modality, Text):  # noise in pixels can be taken out, a random word in a blend cannot
-            return solve
-        if isinstance(modality, Table):
-            telling = "tells the client's cells in the robust rows that are found from random ones"
-            return {"undo-blend": Knowledge(telling, after=partial(self.undo_blended_rows, modality)), **solve}
+        if isinstance(modality, Text | Table):
+            what = "word" if isinstance(modality, Text) else "cells"
+            telling = f"tells the client's {what} from random ones in the robust data that is found"
+            return {"undo-blend": Knowledge(telling, after=partial(self.undo_blended_parts, modality)), **solve}
         undo = Knowledge("takes the noise out of the robust data that is found", after=self.undo_blend)
         return {"undo-blend": undo, **solve}
 
-    def undo_blended_rows(self, table: Table, rows: Tensor) -> Tensor:
-        """Recover the rows from the robust data that an inversion of refiner's update leads to.
+    def undo_blended_parts(self, modality: Text | Table, found: Tensor) -> Tensor:
+        """Recover texts or rows from the robust data that an inversion of refiner's update leads to.
 
-        A block of robust data holds two categories, the client's and a random one. Where both weigh the same, the more
-        frequent one is the likelier (`Table.unblended`). The paper does not consider this attacker.
+        Each word, and each block of categories, of robust data is a blend of two: the client's and a random one. Where
+        both weigh the same, the more frequent one is the likelier (`Text.unblended`, `Table.unblended`). The paper does
+        not consider this attacker.
         """
-        return table.unblended(rows, self.blend, self.step * self.iterations)
+        return modality.unblended(found, self.blend, self.step * self.iterations)
 
     def undo_blend(self, images: Tensor) -> Tensor:
         r"""Recover the image from the robust data that an inversion of refiner's update leads to.

@@ -16,6 +16,7 @@ from gradveil.modality.embedded import EmbeddedInput, nearest_rows
 from gradveil.modality.words import TOKENIZERS, Tokenizer
 from gradveil.modality.written import Fragment
 
+_NEAREST = 32  # tokens around a blend of two words among which both are looked for
 NOTHING = -1
 """What stands for padding in the ids that metrics compare."""
 
@@ -216,6 +217,47 @@ class Text(Written):
     def project(self, inputs: Tensor) -> Tensor:
         """Any vector may be tried."""
         return inputs
+
+    def unblended(self, blends: Tensor, most: float, deviation: float) -> Tensor:
+        r"""The likeliest vectors x behind blends ``(1 - r) x + r v`` with random words v, as `noise` draws them.
+
+        Of all pairs (i, j) of the tokens nearest to a blend y, the one with the largest value of
+
+        .. math:: -\frac{d}{2} \log\Big( \frac{1}{d} \min_{0 \le r \le most} |y - (1 - r) e_i - r e_j|^2
+            + deviation^2 \Big) - \log(1 + i)
+
+        tells the word i. The last term is its frequency by Zipf's law, as vocabularies list frequent tokens first;
+        random words are equally likely. At ``r = 1/2`` it decides alone which word of a pair is the client's.
+
+        Args:
+            blends: vectors ``[N, L, d]``, padding included.
+            most: the largest r; at most 1/2, where x and v are confused.
+            deviation: of the errors in the values of a blend, in units of `scale`.
+
+        >>> from gradveil.modality.words import Words
+        >>> table = torch.randn(40, 16, generator=torch.manual_seed(0))
+        >>> text = Text(Words(tuple(map(str, range(38)))), table)
+        >>> blends = torch.lerp(table[[2, 3, 9]], table[[30, 21, 25]], torch.tensor([[0.5], [0.5], [0.3]]))
+        >>> text.tokens_of(text.unblended(blends[None], 0.5, 0.1)).tolist()
+        [[2, 3, 9]]
+        """
+        table = self.vectors.to(blends.device).double()
+        least, found = (deviation * self.scale) ** 2, blends.clone()
+        for sentence, tokens, words in zip(blends, self.tokens_of(blends), found, strict=True):
+            real = tokens != self.padding
+            apart = torch.cdist(sentence[real].double(), table)
+            apart[:, self.padding] = torch.inf
+            near = apart.topk(min(_NEAREST, len(table) - 1), largest=False).indices
+            offsets = sentence[real, None].double() - table[near]
+            products = offsets @ offsets.mT
+            own = products.diagonal(dim1=1, dim2=2)
+            along, lengths = own[:, :, None] - products, own[:, :, None] + own[:, None] - 2 * products
+            share = (along / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).clamp(0, min(most, 0.5))
+            error = (own[:, :, None] - 2 * share * along + share.square() * lengths).clamp_min(0) / table.shape[1]
+            fits = -table.shape[1] / 2 * (error + least).log() - near[:, :, None].double().log1p()
+            chosen = near.gather(1, fits.amax(2).argmax(1, keepdim=True)).squeeze(1)
+            words[real] = table[chosen].to(words)
+        return found
 
     def decode(self, found: Tensor) -> Tensor:
         """The vectors of the nearest tokens."""
