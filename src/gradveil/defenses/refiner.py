@@ -63,9 +63,10 @@ class Refiner(StepDefense):
     active server's imprint block reads nine in ten images as if there were no defense (docs/active-servers.md).
 
     For text, x are word vectors, v those of random words, `step` is in units of the vectors' spread, and there is no
-    box; padding stays padding. What a matching attack then recovers is a blend of two words at each place, and at
-    initial weights half of these decode to the client's. A projected update still has the client's words in its span,
-    so `dager` reads a sentence off word for word (docs/text.md).
+    box; padding stays padding. What a matching attack then recovers is a blend of two words at each place; by the
+    nearest word half of the client's come back at initial weights, and most of them to an attacker who tells both words
+    apart (`undo_blended_parts`). A projected update still has the client's words in its span, so `dager` reads a
+    sentence off word for word (docs/text.md).
 
     For rows of a table, v are random rows, with uniform numbers and categories of which each is equally likely. The
     search moves inside the box and the simplexes of soft blocks, which blends are in from the start. The attacker who
