@@ -10,7 +10,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kinds import Session
+from gradveil.core.registry import parse_spec
+from kinds import Row, Session, dataset_of
+
+Kind = Callable[[Row, Session], Row]
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 
@@ -42,3 +45,22 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
         make(new)
         new.replace(path)
     return path
+
+
+def with_table_network(kind: Kind) -> Kind:
+    """The same measurement on a table, in which refiner gets what scripts/train_refiner_network.py makes for it."""
+
+    def measure(case: Row, session: Session) -> Row:
+        if parse_spec(case["defense"])[0] != "refiner":
+            return kind(case, session)
+
+        def make(out: Path) -> None:
+            making, split = script("train_refiner_network"), dataset_of(case).train
+            making["write"](making["train"](split.modality, split.inputs), out, {"data": case["dataset"]})
+
+        with kept_files(session) as kept:
+            path = made(Path(f"{case['dataset']}-rows.safetensors"), make)
+            row = kind({**case, "defense": f"{case['defense']},network={path}"}, kept)
+        return {**row, "network_made_by": "scripts/train_refiner_network.py, seed 0"}
+
+    return measure

@@ -1,43 +1,16 @@
 """Rows of a table under defenses, one of which needs an evaluation network for the columns.
 
 robust rows: what refiner makes of rows that no client holds: how far the gradients are, and what the network sees.
-
-The network is what scripts/train_refiner_network.py makes, with its fixed seed, when a case first needs it.
 """
-
-from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 import gradveil
 from gradveil.core.randomness import derived_generator, source_of
-from gradveil.core.registry import parse_spec
 from gradveil.defenses.refiner import Refiner
 from gradveil.task import Gradients
-from kinds import Row, Session, attack, build, dataset_of, public_of, training
-from made_files import kept_files, made, script
-
-Kind = Callable[[Row, Session], Row]
-
-
-def with_network(kind: Kind) -> Kind:
-    """The same measurement, in which refiner gets its network."""
-
-    def measure(case: Row, session: Session) -> Row:
-        if parse_spec(case["defense"])[0] != "refiner":
-            return kind(case, session)
-
-        def make(out: Path) -> None:
-            making, split = script("train_refiner_network"), dataset_of(case).train
-            making["write"](making["train"](split.modality, split.inputs), out, {"data": case["dataset"]})
-
-        with kept_files(session) as kept:
-            path = made(Path(f"{case['dataset']}-rows.safetensors"), make)
-            row = kind({**case, "defense": f"{case['defense']},network={path}"}, kept)
-        return {**row, "network_made_by": "scripts/train_refiner_network.py, seed 0"}
-
-    return measure
+from kinds import Row, Session, attack, build, public_of, training
+from made_files import with_table_network
 
 
 def norm(gradients: Gradients) -> float:
@@ -68,6 +41,6 @@ def robust_rows(case: Row, _session: Session) -> Row:
 
 
 KINDS = {
-    name: with_network(kind)
+    name: with_table_network(kind)
     for name, kind in (("attack", attack), ("training", training), ("robust rows", robust_rows))
 }
