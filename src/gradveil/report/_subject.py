@@ -119,7 +119,7 @@ def _untested(audit: Audit) -> Iterator[str]:
     if config["observed_rounds"] == 1:
         yield "a client seen in several rounds (`--observed-rounds`)"
     if not any(row.server == "active" for row in audit.attempts):
-        yield "a server that changes the model to read more (`--attack robbing-the-fed`, `loki`)"
+        yield "a server that changes the model to read more (`--attack robbing-the-fed`, `loki`, where they apply)"
     if not audit.learned:
         yield f"attackers who learn from public {unit}s (`--attack lti`)"
     if not audit.identified:
