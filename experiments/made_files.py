@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gradveil.core.registry import parse_spec
+from gradveil.modality import Table
 from kinds import Row, Session, dataset_of
 
 Kind = Callable[[Row, Session], Row]
@@ -48,14 +49,15 @@ def made(path: Path, make: Callable[[Path], None]) -> Path:
 
 
 def with_table_network(kind: Kind) -> Kind:
-    """The same measurement on a table, in which refiner gets what scripts/train_refiner_network.py makes for it."""
+    """The same measurement; on a table, refiner gets what scripts/train_refiner_network.py makes for it."""
 
     def measure(case: Row, session: Session) -> Row:
-        if parse_spec(case["defense"])[0] != "refiner":
+        split = dataset_of(case).train
+        if parse_spec(case["defense"])[0] != "refiner" or not isinstance(split.modality, Table):
             return kind(case, session)
 
         def make(out: Path) -> None:
-            making, split = script("train_refiner_network"), dataset_of(case).train
+            making = script("train_refiner_network")
             making["write"](making["train"](split.modality, split.inputs), out, {"data": case["dataset"]})
 
         with kept_files(session) as kept:

@@ -47,12 +47,7 @@ def exact(case: Row, session: Session) -> Row:
     }
 
 
-def exact_or_refined(case: Row, session: Session) -> Row:
-    """The same; refiner on a table gets a network for it."""
-    return (with_table_network(exact) if case["dataset"] == "adult" else exact)(case, session)
-
-
-KINDS = {"exact": exact_or_refined}
+KINDS = {"exact": with_table_network(exact)}
 
 
 def derive(row: Row) -> Row:
