@@ -56,7 +56,7 @@ def learned(case: Row, session: Session) -> Row:
     attack_seconds = perf_counter() - begun
     row = verdicts(case, seen, found)
     attack = fitted.attack
-    if isinstance(attack, LTI) and attack.form == "network":
+    if isinstance(attack, LTI) and attack.form != "linear":
         rung = replace(seen, case=replace(fitted, attack=attack.first_rung()))
         linear = verdicts(case, rung, attack_seen(rung, session))
         row["linear"] = {key: linear[key] for key in ("psnr", "ssim", "leaked", "share_leaked")}

@@ -293,11 +293,34 @@ def test_an_attacker_who_simulates_the_defense_finds_more(small, spec):
     assert adaptive > plain + 1
 
 
-def test_the_network_is_never_worse_on_held_out_inputs_and_here_better(small):
-    linear, _ = attacked(small, "gaussian-noise:std=0.05", "lti:form=linear,draws=4")
-    network, _ = attacked(small, "gaussian-noise:std=0.05", "lti:draws=4,epochs=15")
-    assert float(network.learned["error"]) < float(linear.learned["error"])
-    assert int(network.learned["steps"]) > 0
+def test_each_form_is_better_on_held_out_inputs_than_the_one_before(small):
+    linear, network, blend = (
+        attacked(small, "gaussian-noise:std=0.05", f"lti:form={form},draws=4,epochs=15")[0]
+        for form in ("linear", "network", "blend")
+    )
+    assert float(blend.learned["error"]) < float(network.learned["error"]) < float(linear.learned["error"])
+    assert int(blend.learned["steps"]) == int(network.learned["steps"]) > 0
+    assert 0 < float(blend.learned["share"]) < 1 == float(network.learned["share"])
+
+
+def test_the_share_of_a_blend_has_the_least_error():
+    """A network that is .3 too high and a linear map that is .2 too low, together right: .4 times .3 is .6 times .2."""
+    truth, guesses = torch.rand(40, 9, generator=seeded(0)), torch.zeros(40, 1, 9)
+    features, places = truth - 0.2, torch.arange(40)[:, None]
+    held = Examples(features[None], torch.ones(40, 1), guesses, places, truth)
+    network = lambda features, _shares, guesses: features.view_as(guesses) + 0.5  # noqa: E731
+    share, error = _inverse.best_share([network], torch.eye(9), held, None)
+    assert share == 0.4
+    assert error == pytest.approx(0, abs=1e-12)
+    found = _inverse.blend_of([network], torch.eye(9), 0.4, None)(features, held.shares, guesses)
+    torch.testing.assert_close(found[:, 0], truth)
+
+
+def test_the_linear_part_of_a_blend_stays_within_bounds():
+    guesses, shares = torch.zeros(1, 1, 2), torch.ones(1, 1)
+    network = lambda *_: torch.full((1, 1, 2), 0.5)  # noqa: E731
+    found = _inverse.blend_of([network], torch.eye(2), 0.5, (0.0, 1.0))(torch.tensor([[3.0, -3.0]]), shares, guesses)
+    torch.testing.assert_close(found, torch.tensor([[[0.75, 0.25]]]))
 
 
 def test_the_first_rung_of_a_network_is_the_linear_form(small):
@@ -372,10 +395,13 @@ def test_networks_of_a_batch_agree_on_the_order():
 def test_a_network_that_only_gets_worse_is_dropped(small, monkeypatch):
     monkeypatch.setattr(_inverse, "LEARNING_RATE", 1e3)
     linear, psnr = attacked(small, "none", "lti:form=linear")
-    network, same = attacked(small, "none", "lti:epochs=2")
+    network, same = attacked(small, "none", "lti:form=network,epochs=2")
     assert not any(name.startswith("layer") for name in network.learned)
     assert float(network.learned["error"]) == float(linear.learned["error"])
     assert same == psnr
+    blend, nearly = attacked(small, "none", "lti:epochs=2")
+    assert float(blend.learned["share"]) <= 0.1
+    assert nearly == pytest.approx(psnr, abs=0.1)
 
 
 def test_features_count_by_the_share_of_them_that_is_signal(generator):

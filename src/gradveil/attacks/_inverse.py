@@ -210,14 +210,45 @@ class Network:
         return low + (high - low) * outputs.sigmoid()
 
 
-def average_of(networks: Sequence[Network]) -> Predict:
-    """Predict the mean of what several networks predict, each client's examples in the order of the first network's."""
+def mixture_of(predictions: Sequence[Predict], weights: Sequence[float]) -> Predict:
+    """Predict the weighted mean of predictions, each client's examples in the order of the first prediction."""
 
     def predict(features: Tensor, shares: Tensor, guesses: Tensor) -> Tensor:
-        first, *others = (network(features, shares, guesses) for network in networks)
-        return torch.stack([first, *(assigned(first, other) for other in others)]).mean(0)
+        first, *others = (one(features, shares, guesses) for one in predictions)
+        mixed = weights[0] * first
+        for weight, other in zip(weights[1:], others, strict=True):
+            mixed = mixed + weight * assigned(first, other)
+        return mixed
 
     return predict
+
+
+def average_of(networks: Sequence[Predict]) -> Predict:
+    """Predict the mean of what several networks predict."""
+    return mixture_of(networks, [1 / len(networks)] * len(networks))
+
+
+def blend_of(networks: Sequence[Predict], linear: Tensor, share: float, bounds: tuple[float, float] | None) -> Predict:
+    """Predict what the networks predict, by this share, and for the rest what the linear map does within the bounds."""
+
+    def bounded(features: Tensor, shares: Tensor, guesses: Tensor) -> Tensor:
+        found = apply_linear(linear, features, shares, guesses)
+        return found if bounds is None else found.clamp(*bounds)
+
+    return mixture_of([average_of(networks), bounded], [share, 1 - share])
+
+
+def best_share(
+    networks: Sequence[Predict], linear: Tensor, held: Examples, bounds: tuple[float, float] | None
+) -> tuple[float, float]:
+    """The share of the networks in `blend_of`, in tenths, with the least error on the held-out clients; and that error.
+
+    The errors of both have little in common: measured on held-out digits under Soteria, from 1,796 public ones, the
+    linear map leaves a squared error of .0161, the network .0157, and half of each .0131.
+    """
+    shares = [tenths / 10 for tenths in range(11)]
+    errors = [error_of(blend_of(networks, linear, share, bounds), held) for share in shares]
+    return min(zip(shares, errors, strict=True), key=lambda pair: pair[1])
 
 
 def untrained_layers(sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:

@@ -13,6 +13,8 @@ from gradveil.attacks._inverse import (
     Network,
     apply_linear,
     average_of,
+    best_share,
+    blend_of,
     error_of,
     fit_linear,
     gains_of,
@@ -63,10 +65,11 @@ class LTI(Attack):
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
-    the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). A tenth of
-    the public inputs of every class is held out: it chooses :math:`\lambda` and the epoch that is kept; if the linear
-    map is better there than every epoch, that is what is used. For batches, examples are ordered by label, and an error
-    counts after the best assignment of predicted to true examples.
+    the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). The default,
+    ``form=blend``, predicts a weighted mean of both. A tenth of the public inputs of every class is held out: it
+    chooses :math:`\lambda`, the epoch that is kept and the weights of the blend; if the linear map is better there than
+    every epoch, ``form=network`` uses that. For batches, examples are ordered by label, and an error counts after the
+    best assignment of predicted to true examples.
 
     Of updates with more than 65,536 values, only so many are used: those that differ most between undefended clients of
     one class (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and two of them are never needed at
@@ -80,7 +83,7 @@ class LTI(Attack):
     What was learned holds for one model at these weights, and one setting; anything else is refused.
 
     Args:
-        form: ``"network"``, or ``"linear"``: only the closed form.
+        form: ``"blend"``; ``"network"``: only the network; or ``"linear"``: only the closed form.
         directions: number of principal directions.
         draws: independent draws of the defense for each simulated client; the epochs take them in turn. The principal
             directions are those of their mean. One is enough, and used, if the defense draws nothing.
@@ -93,7 +96,7 @@ class LTI(Attack):
     References:
         Wu, Chen, Guo and Weinberger, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion in Federated
         Learning, UAI 2023. They train a perceptron on the defended gradients themselves, or on a random subset of their
-        values. The principal directions, the centring by class and the linear rung are additions.
+        values. The principal directions, the centring by class, the linear rung and the blend are additions.
 
     Example:
         >>> import gradveil
@@ -116,7 +119,7 @@ class LTI(Attack):
     needs_public = True
     simulates = True
 
-    form: str = choice("network", ["network", "linear"])
+    form: str = choice("blend", ["blend", "network", "linear"])
     directions: int = integer(400, low=1)
     draws: int = integer(16, low=1)
     hidden: int = integer(1024, low=1)
@@ -131,7 +134,7 @@ class LTI(Attack):
         super().check_threat(task, threat)
         check_simulation(self.name, threat)
         outputs = threat.batch_size * math.prod(task.input_shape)
-        if self.form == "network" and outputs > NETWORK_OUTPUTS:
+        if self.form != "linear" and outputs > NETWORK_OUTPUTS:
             raise ThreatModelError(
                 f"{self.name}: the network predicts at most {NETWORK_OUTPUTS:,} values, got {outputs:,} behind each "
                 "update; use form=linear or smaller batches"
@@ -152,7 +155,7 @@ class LTI(Attack):
         kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
         subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
-        network = self.form == "network"
+        network = self.form != "linear"
         steps = Steps(
             learning.progress,
             draws * len(subset) + kept * len(taught) + len(held) + network * self.networks * self.epochs * len(taught),
@@ -179,7 +182,10 @@ class LTI(Attack):
         linear, linear_error = fit_linear(known, unseen)
         error, gains = linear_error, gains_of(features)
         networks: list[Network] = []
-        taken = 0
+        bounds = task.modality.bounds
+        share, taken = 1.0, 0
+        # Part of a blend, a network need not beat the linear map by itself.
+        to_beat = linear_error if self.form == "network" else math.inf
         if network:
             with torch.enable_grad():
                 limit, begun = self.seconds or float("inf"), perf_counter()
@@ -189,15 +195,14 @@ class LTI(Attack):
                     return perf_counter() - begun < limit
 
                 for _ in range(self.networks):
-                    start = Network.untrained(
-                        gains, classes, linear.shape[1], self.hidden, task.modality.bounds, generator
-                    )
-                    trained = train_network(
-                        start, linear_error, known, unseen, generator, epochs=self.epochs, go_on=go_on
-                    )
+                    start = Network.untrained(gains, classes, linear.shape[1], self.hidden, bounds, generator)
+                    trained = train_network(start, to_beat, known, unseen, generator, epochs=self.epochs, go_on=go_on)
                     networks += [trained.network] if trained.network else []
                     taken += trained.steps
-            error = error_of(average_of(networks), unseen) if networks else linear_error
+            if networks and self.form == "blend":
+                share, error = best_share(networks, linear, unseen, bounds)
+            elif networks:
+                error = error_of(average_of(networks), unseen)
         steps.finish()
         learned = {
             "directions": directions,
@@ -206,6 +211,7 @@ class LTI(Attack):
             "gains": gains,
             "means": means,
             "linear": linear,
+            "share": torch.tensor(share, dtype=torch.float64),
             **{
                 f"{LAYER}{number}.{n}": layer
                 for number, one in enumerate(networks)
@@ -248,8 +254,9 @@ class LTI(Attack):
                 layers.setdefault(name.partition(".")[0], []).append(value)
         guesses = learned["means"][kinds]
         if layers:
-            networks = [Network(learned["gains"], one, task.modality.bounds) for one in layers.values()]
-            found = average_of(networks)(features, shares, guesses)
+            bounds, share = task.modality.bounds, float(learned["share"])
+            networks = [Network(learned["gains"], one, bounds) for one in layers.values()]
+            found = blend_of(networks, learned["linear"], share, bounds)(features, shares, guesses)
         else:
             found = apply_linear(learned["linear"], features, shares, guesses)
         inputs = problem.modality.project(found.view(*kinds.shape, *task.input_shape).to(task.dtype))
