@@ -134,7 +134,8 @@ def posed_case(case: Row) -> cases.Case:
     """The attack on a defense, both prepared; an attack that learns has not done so yet."""
     task, attack, defense = build(case), attack_of(case), gradveil.defense(case["defense"])
     prepared = cases.prepare(task, defense, attack, public=public_of(case, task), seed=case["seed"])
-    settings = {key: case[key] for key in ("adaptive", "labels", "rounds", "server_lr", "publisher") if key in case}
+    known = ("adaptive", "labels", "rounds", "server_lr", "publisher", "local_known")
+    settings = {key: case[key] for key in known if key in case}
     if "attacker_images" in case:
         settings["public"] = attacker_public_of(case, task)
     return cases.Case(prepared, attack, victims_of(case), local=local_of(case), seed=case["seed"], **settings)
@@ -157,6 +158,17 @@ def run_attack(case: Row, session: Session) -> tuple[Observation, Reconstruction
     """What the attacker sees of the victims, and what it reconstructs from that."""
     seen = cases.observe(fitted_case(case, session))
     return seen, attack_seen(seen, session)
+
+
+def scores_of(case: Row, seen: Observation, found: Reconstruction) -> list[cases.Score]:
+    """Each victim's scores and verdict, beside the blind guess: the mean of its class over all training images."""
+    dataset, victims = dataset_of(case), seen.case.victims
+    train = dataset.train
+    guess = train.modality.blind(train.inputs, train.targets, victims.targets.flatten(), len(dataset.classes))
+    scorer = metrics.Scorer(train.modality)
+    guessed = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
+    blind = {name: values.view(victims.targets.shape) for name, values in guessed.items()}
+    return cases.score(seen, found, scorer, blind)
 
 
 def matched_to_originals(victims: Victims, found: Tensor, *others: Tensor, modality: Modality = IMAGE) -> list[Tensor]:

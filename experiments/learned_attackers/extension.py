@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import gradveil
-from gradveil import metrics
 from gradveil.attacks import Reconstruction
 from gradveil.attacks.controls import noise_like, random_samples
 from gradveil.attacks.lti import LTI
@@ -28,18 +27,24 @@ from gradveil.audit import cases
 from gradveil.audit.cases import Observation
 from gradveil.federation.job import evaluate
 from gradveil.update import Rounds
-from kinds import Row, Session, attack_row, attack_seen, build, dataset_of, fitted_case, public_of, victims_of
+from kinds import (
+    Row,
+    Session,
+    attack_row,
+    attack_seen,
+    build,
+    dataset_of,
+    fitted_case,
+    public_of,
+    scores_of,
+    victims_of,
+)
 from tables import gain
 
 
 def verdicts(case: Row, seen: Observation, found: Reconstruction) -> Row:
     """The figures of an attack, and of each victim whether it leaked."""
-    train, victims = dataset_of(case).train, seen.case.victims
-    guess = train.modality.blind(train.inputs, train.targets, victims.targets.flatten(), len(dataset_of(case).classes))
-    scorer = metrics.Scorer(train.modality)
-    guessed = scorer.blind_scores(victims.inputs.flatten(0, 1), guess)
-    blind = {name: values.view(victims.targets.shape) for name, values in guessed.items()}
-    scores = cases.score(seen, found, scorer, blind)
+    scores = scores_of(case, seen, found)
     # By the oldest rule alone, so that all rows of the page are alike.
     leaked = [score.metrics["leak_rule"] == "pixels" for score in scores]
     return {**attack_row(case, seen, found), "leaked": leaked, "share_leaked": sum(leaked) / len(leaked)}
