@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 import gradveil
+from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks.problem import Progress
 from gradveil.audit import cases
 from gradveil.audit.games import INCLUSIONS, Games, draw_games, play, send
 from gradveil.audit.store import slug
 from gradveil.core.randomness import derived_generator
 from gradveil.core.storage import save_atomically
+from gradveil.defenses.knowledge import NOTHING_TO_KNOW
 from gradveil.federation.job import as_batch, evaluate
 from gradveil.metrics.identification import summary
 from gradveil.update import Update
@@ -72,6 +74,7 @@ class Together:
 
     def play(self, inclusion: str, adaptive: bool, progress: Progress) -> tuple[Tensor, Tensor, float]:
         """The members and the scores ``[games, candidates]`` of a case, and the seconds that the attack took."""
+        adaptive = adaptive and self._tells_something()
         if (inclusion, adaptive) not in self._found:
             sent = {each: self._send(each) for each in (INCLUSIONS if self.fits else [inclusion])}
             found = play(
@@ -87,6 +90,16 @@ class Together:
             for each, scores in zip(sent, found.scores.cpu().split(self.case["games"]), strict=True):
                 self._found[each, adaptive] = scores, found.seconds / len(sent)
         return self._sent[inclusion][0].members, *self._found[inclusion, adaptive]
+
+    def _tells_something(self) -> bool:
+        """Whether knowing the defense changes the attack."""
+        threat = gradveil.ThreatModel(
+            batch_size=self.case["batch_size"],
+            adaptive=True,
+            defense=self.prepared.defense,
+            local=local_of(self.case),
+        )
+        return find_knowledge(self.attack.name, self.prepared.task, threat) != next(iter(NOTHING_TO_KNOW.values()))
 
     def _send(self, inclusion: str) -> tuple[Games, list[Update]]:
         """The games with this much of a batch among the candidates, and the clients' updates."""

@@ -11,8 +11,8 @@ from torch import Tensor
 _TINY = torch.finfo(torch.float64).tiny
 _LEAST_VARIANCE = 1e-200
 """Keeps the ratios finite if an update is zero."""
-_BLOCK = 1 << 13
-"""Values of the rows that are multiplied at a time, in double precision."""
+_BLOCK = 1 << 10
+"""Values of the rows that are multiplied at a time: few enough to stay in the processor's caches."""
 _ROWS = 128
 """Rows of a Gram matrix that are computed at a time."""
 _RATIOS = torch.logspace(-12, 3, 61, dtype=torch.float64)
@@ -21,10 +21,17 @@ COARSE, FINE, FINAL = (1.0, -1.0), (1.0, -1.0, 0.5, -0.5, 0.25, -0.25), (0.5, -0
 """The steps of a search for a penalty, as powers of ten. `FINAL` is for one that begins at a good guess."""
 
 
-def weighted_gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
+def weighted_gram(rows: Tensor, weights: Tensor | None = None, *, exact: bool = True) -> Tensor:
     """The inner products ``[rows, rows]`` of all rows, each value counted by its weight, in double precision.
 
     Only one half is computed, for some rows at a time; the other half is its mirror image.
+
+    Args:
+        rows: ``[rows, values]``.
+        weights: ``[values]``; None: all are 1.
+        exact: whether the values, too, are multiplied and summed in double precision. Otherwise blocks of them are in
+            that of the rows, which for single precision takes half the time and leaves an error of 1e-7 relative to the
+            largest product.
 
     >>> weighted_gram(torch.tensor([[1.0, 2.0], [0.0, 1.0]]), torch.tensor([1.0, 3.0]))
     tensor([[13.,  6.],
@@ -32,12 +39,13 @@ def weighted_gram(rows: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     count = len(rows)
     gram = torch.zeros(count, count, dtype=torch.float64, device=rows.device)
+    precision = gram.dtype if exact else rows.dtype
     for place in range(0, rows.shape[1], _BLOCK):
-        part = rows[:, place : place + _BLOCK].double()
-        weighted = part if weights is None else part * weights[place : place + _BLOCK].double()
+        part = rows[:, place : place + _BLOCK].to(precision)
+        weighted = part if weights is None else part * weights[place : place + _BLOCK].to(precision)
         for first in range(0, count, _ROWS):
             last = min(first + _ROWS, count)
-            gram[first:last, :last].addmm_(weighted[first:last], part[:last].T)
+            gram[first:last, :last] += weighted[first:last] @ part[:last].T
     return gram.tril() + gram.tril(-1).T
 
 

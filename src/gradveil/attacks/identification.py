@@ -235,7 +235,8 @@ class _Comparison:
         offset = clients.offset()
         shifts = torch.zeros_like(targets) if offset is None else self._row(offset).expand_as(targets)
         noise = torch.tensor([_noise(effect, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
-        model = _Model(rows, self.share, weighted_gram(rows))
+        # Gradients at the middle of a path stand for those along it, an error far above that of single precision.
+        model = _Model(rows, self.share, weighted_gram(rows, exact=path != "midpoint"))
         if similar is None:
             fits = model.fit(targets - shifts, noise)
         else:
