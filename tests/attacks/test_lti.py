@@ -10,7 +10,7 @@ from torch import nn
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks import _inverse, _reduction, lti
+from gradveil.attacks import _inverse, _limits, _reduction, lti
 from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, gains_of
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out
@@ -223,6 +223,53 @@ def test_under_noise_half_of_the_values_give_nearly_as_much(small, monkeypatch):
     assert some > blind(small) + 1
 
 
+# -- limits ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ridge", [1e-9, 1e-3, 0.5])
+def test_errors_of_clients_that_are_left_out(generator, monkeypatch, ridge):
+    """Against fitting all others anew for each client, classes without a penalty."""
+    rows, shares = torch.randn(20, 7, generator=generator), nn.functional.one_hot(torch.arange(20) % 3).float()
+    targets = rows @ torch.randn(7, 4, generator=generator) + shares @ torch.randn(3, 4, generator=generator)
+    targets += 0.3 * torch.randn(20, 4, generator=generator)
+    monkeypatch.setattr(_limits, "_RIDGES", (ridge,))
+    found = _limits.left_out_errors(rows, shares, targets)
+    both, wanted = torch.cat([rows, shares], 1).double().numpy(), targets.double().numpy()
+    classes = both[:, 7:]
+    apart = np.eye(20) - classes @ np.linalg.pinv(classes)
+    penalty = ridge * np.linalg.eigvalsh(apart @ both[:, :7] @ both[:, :7].T @ apart).mean()
+    for left_out in range(20):
+        others = np.arange(20) != left_out
+        gram = both[others].T @ both[others] + np.diag([penalty] * 7 + [0] * 3)
+        map_ = np.linalg.solve(gram, both[others].T @ wanted[others])
+        expected = ((wanted[left_out] - both[left_out] @ map_) ** 2).mean()
+        assert float(found[left_out]) == pytest.approx(expected, rel=1e-4)
+
+
+def test_values_are_limited_where_a_few_of_them_hide_the_rest(small, monkeypatch):
+    """The same updates, but of one client in ten a few values are a thousand times as large."""
+    task, public, victims = small
+    rows = SimulatedClients.draws
+
+    def with_outliers(self, groups, seeds):
+        for updates in rows(self, groups, seeds):
+            hit = (groups[:, 0] % 10 == 0).view(-1, 1, 1, 1, 1) & (torch.arange(3) == 1)
+            yield {**updates, "0.weight": torch.where(hit, 1e3 * updates["0.weight"], updates["0.weight"])}
+
+    _, plain = attacked((task, public, victims), "none", "lti:form=linear")
+    monkeypatch.setattr(SimulatedClients, "draws", with_outliers)
+    limited, good = attacked((task, public, victims), "none", "lti:form=linear")
+    assert limited.learned["limits"].shape == (task.size,)
+    monkeypatch.setattr(_limits, "LIMITS", ())
+    unlimited, bad = attacked((task, public, victims), "none", "lti:form=linear")
+    assert "limits" not in unlimited.learned
+    assert bad + 1 < good < plain + 0.5
+    again = Coordinates.of_learned(task, limited.learned)
+    updates = task.per_example_gradients(*victims)
+    expected = _reduction.softly_limited(Coordinates(task, None).rows(updates), limited.learned["limits"])
+    assert torch.equal(again.rows(updates), expected)
+
+
 # -- the linear rung ---------------------------------------------------------------------------------------------
 
 
@@ -250,6 +297,7 @@ def test_a_gradient_that_is_the_input_is_inverted_exactly(generator):
     torch.testing.assert_close(found.inputs[:, 0], victims[0], rtol=0, atol=1e-3)
     assert found.iterations.tolist() == [0] * 8
     assert float(found.loss[0]) < 1e-6
+    assert "limits" not in attack.learned
 
 
 def test_with_noise_it_is_the_best_linear_estimate(generator):
@@ -540,4 +588,5 @@ def test_no_table_is_larger_than_allowed(small, monkeypatch):
     monkeypatch.setattr(lti, "MEMORY_VALUES", 2000)
     attacked(small, "gaussian-noise:std=0.1", "lti:form=linear,directions=5,draws=4")
     # The first is the trial whether anything is drawn; the undefended updates are one draw of those of the directions.
-    assert drawn[1:] == [(4, 5), (1, 5), (1, 256), (1, 104), (1, 40)]
+    # Then the limits of the values are chosen.
+    assert drawn[1:] == [(1, 5), (4, 5), (1, 5), (1, 256), (1, 104), (1, 40)]

@@ -16,6 +16,7 @@ from gradveil.task import Gradients, Task
 EXACT_SIZE = 1 << 16
 """Of updates with more values than this, only so many are used."""
 _PLACES = "places"
+_LIMITS = "limits"
 _PAIRS = 32
 """Pairs of clients whose updates tell which values those are."""
 _LEAST_VARIANCE = 1e-10
@@ -29,6 +30,7 @@ class Coordinates:
     Args:
         task: the model whose updates are meant.
         places: the places of the values in the flattened update, in ascending order; None: all of them.
+        limits: ``[width]``, how far each value counts, see `softly_limited`; None: as it is.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
@@ -41,6 +43,7 @@ class Coordinates:
 
     task: Task
     places: Tensor | None
+    limits: Tensor | None = None
     _places_of: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -84,12 +87,17 @@ class Coordinates:
     @property
     def learned(self) -> dict[str, Tensor]:
         """What to keep of them, for `of_learned`."""
-        return {} if self.places is None else {_PLACES: self.places}
+        kept = {_PLACES: self.places, _LIMITS: self.limits}
+        return {name: value for name, value in kept.items() if value is not None}
 
     @classmethod
     def of_learned(cls, task: Task, learned: Mapping[str, Tensor]) -> "Coordinates":
         """Those that were kept among what an attack has learned."""
-        return cls(task, learned.get(_PLACES))
+        return cls(task, learned.get(_PLACES), learned.get(_LIMITS))
+
+    def limited(self, limits: Tensor) -> "Coordinates":
+        """The same values with these limits."""
+        return Coordinates(self.task, self.places, limits)
 
     @property
     def width(self) -> int:
@@ -101,14 +109,24 @@ class Coordinates:
         flat = {name: updates[name].flatten(1) for name in self.task.parameters}
         if self.places is not None:
             flat = {name: values[:, self._places_of[name]] for name, values in flat.items()}
-        return torch.cat([values.to(dtype) for values in flat.values()], 1)
+        rows = torch.cat([values.to(dtype) for values in flat.values()], 1)
+        return rows if self.limits is None else softly_limited(rows, self.limits)
 
     def updates(self, rows: Tensor) -> Gradients:
         """The updates ``[clients, *parameter shape]`` by name that have these rows, which must have all values."""
-        assert self.places is None
+        assert self.places is None and self.limits is None
         sizes = [value.numel() for value in self.task.parameters.values()]
         parts = zip(self.task.parameters.items(), torch.split(rows, sizes, 1), strict=True)
         return {name: part.reshape(len(rows), *value.shape).to(value) for (name, value), part in parts}
+
+
+def softly_limited(rows: Tensor, limits: Tensor) -> Tensor:
+    r"""Values that are small beside their limit as they are, large ones near the limit: ``limit * tanh(value / limit)``.
+
+    >>> softly_limited(torch.tensor([[0.01, -30.0, 5.0]]), torch.tensor([1.0, 2.0, 0.0]))
+    tensor([[ 0.0100, -2.0000,  0.0000]])
+    """
+    return limits * (rows / limits.clamp_min(torch.finfo(rows.dtype).tiny)).tanh()
 
 
 def centres_of(rows: Tensor, shares: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from gradveil.attacks._inverse import (
     train_network,
 )
 from gradveil.attacks._learned import Learning
+from gradveil.attacks._limits import CLIENTS, with_chosen_limits
 from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
 from gradveil.attacks._simulation import (
     MEMORY_VALUES,
@@ -61,7 +62,9 @@ class LTI(Attack):
     simulates undefended clients. :math:`\bar x_y, \bar u_y` are the means of the class (for a batch,
     :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
     of a client, and S is the deviation of each feature, signal and noise together; the network gets them times the
-    square root of the share that is signal.
+    square root of the share that is signal. Where it helps, values of updates have soft limits (see
+    `_limits.with_chosen_limits`): on single CIFAR-10 images, undefended, with 4,000 public ones, that lowers the error of
+    the linear map from .055 to .026 and that of the blend from .040 to .025 (ReLU LeNet at its initial weights).
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
@@ -96,7 +99,8 @@ class LTI(Attack):
     References:
         Wu, Chen, Guo and Weinberger, Learning to Invert: Simple Adaptive Attacks for Gradient Inversion in Federated
         Learning, UAI 2023. They train a perceptron on the defended gradients themselves, or on a random subset of their
-        values. The principal directions, the centring by class, the linear rung and the blend are additions.
+        values. The principal directions, the centring by class, the soft limits, the linear rung and the blend are
+        additions.
 
     Example:
         >>> import gradveil
@@ -155,13 +159,21 @@ class LTI(Attack):
         kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
         coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
         subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        tried = subset[:CLIENTS]
         network = self.form != "linear"
         steps = Steps(
             learning.progress,
-            draws * len(subset) + kept * len(taught) + len(held) + network * self.networks * self.epochs * len(taught),
+            len(tried)
+            + draws * len(subset)
+            + kept * len(taught)
+            + len(held)
+            + network * self.networks * self.epochs * len(taught),
         )
 
         flat = inputs.flatten(1).float()
+        coordinates = with_chosen_limits(
+            clients, coordinates, tried, shares_of(kinds[tried], classes), flat[tried].flatten(1), learning, steps
+        )
         means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
         shares = shares_of(kinds[subset], classes)
         directions = simulated_directions(clients, coordinates, subset, shares, draws, self.directions, learning, steps)
