@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, softly_limited
-from gradveil.attacks._simulation import SimulatedClients, Steps, draw_seeds
+from gradveil.attacks._simulation import SimulatedClients, Steps
 
 CLIENTS = 500
 """Simulated clients on which the limits are chosen."""
@@ -41,18 +41,16 @@ def with_chosen_limits(
         groups: ``[clients, batch size]``, their examples.
         shares: ``[clients, classes]``, the share of each class among the examples of a client.
         targets: ``[clients, values]``, what is to be predicted of each client.
-        learning: the attacker's randomness, and where the limits are kept.
+        learning: where the limits are kept.
         steps: counts clients.
     """
 
     def choose() -> dict[str, Tensor]:
         rows = torch.empty(len(groups), coordinates.width, device=clients.task.device)
-        done = 0
-        for part in torch.split(groups, clients.chunk(groups.shape[1])):
-            sent = next(clients.draws(part, draw_seeds(1, len(part), learning.generator)))
-            rows[done : done + len(part)] = coordinates.rows(sent)
-            done += len(part)
-            steps.add(len(part))
+        for places in torch.split(torch.arange(len(groups)), clients.chunk(groups.shape[1])):
+            # Seeds of their own: where no limit is chosen, what is learned must not depend on the choice.
+            rows[places] = coordinates.rows(next(clients.draws(groups[places], places[None])))
+            steps.add(len(places))
         deviations = rows.std(0)
         chosen = rows.new_empty(0)
         unlimited = left_out_errors(rows, shares, targets)
