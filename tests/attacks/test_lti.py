@@ -364,6 +364,23 @@ def test_the_share_of_a_blend_has_the_least_error():
     torch.testing.assert_close(found[:, 0], truth)
 
 
+def test_a_blend_that_saves_next_to_nothing_is_not_used(monkeypatch):
+    """A tenth of a map with 18.5 times the squared error, in another direction, saves half a per cent."""
+    truth, noise = torch.rand(4000, 9, generator=seeded(0)), 0.43 * torch.randn(4000, 9, generator=seeded(1))
+    features = truth + noise
+    places = torch.arange(4000)[:, None]
+    held = Examples(features[None], torch.ones(4000, 1), torch.zeros(4000, 1, 9), places, truth)
+    network = lambda _features, _shares, _guesses: truth[:, None] + 0.1  # noqa: E731
+    monkeypatch.setattr(_inverse, "_ROWS", 4000)
+    share, error = _inverse.best_share([network], torch.eye(9), held, None)
+    assert share == 1
+    assert error == pytest.approx(0.01, rel=1e-3)
+    monkeypatch.setattr(_inverse, "WORTHWHILE", 0.0)
+    share, least = _inverse.best_share([network], torch.eye(9), held, None)
+    assert share == 0.9
+    assert 0.98 < least / error < 1
+
+
 def test_the_linear_part_of_a_blend_stays_within_bounds():
     guesses, shares = torch.zeros(1, 1, 2), torch.ones(1, 1)
     network = lambda *_: torch.full((1, 1, 2), 0.5)  # noqa: E731
@@ -425,8 +442,8 @@ def test_a_network_learns_inputs_without_bounds(small):
 
 def test_several_networks_are_averaged(small):
     """The first of two networks is the one that is trained alone, and their mean has the smaller held-out error."""
-    alone, _ = attacked(small, "gaussian-noise:std=0.05", "lti:draws=4,epochs=6")
-    both, _ = attacked(small, "gaussian-noise:std=0.05", "lti:draws=4,epochs=6,networks=2")
+    alone, _ = attacked(small, "gaussian-noise:std=0.05", "lti:form=network,draws=4,epochs=6")
+    both, _ = attacked(small, "gaussian-noise:std=0.05", "lti:form=network,draws=4,epochs=6,networks=2")
     layers = [name for name in both.learned if name.startswith("layer")]
     assert len(layers) == 2 * len([name for name in alone.learned if name.startswith("layer")])
     assert all(torch.equal(value, both.learned[name]) for name, value in alone.learned.items() if name in layers)

@@ -69,10 +69,10 @@ class LTI(Attack):
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
     the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). The default,
-    ``form=blend``, predicts a weighted mean of both. A tenth of the public inputs of every class is held out: it
-    chooses :math:`\lambda`, the epoch that is kept and the weights of the blend; if the linear map is better there than
-    every epoch, ``form=network`` uses that. For batches, examples are ordered by label, and an error counts after the
-    best assignment of predicted to true examples.
+    ``form=blend``, predicts a weighted mean of both if that is clearly better than the network. A tenth of the public
+    inputs of every class is held out: it chooses :math:`\lambda`, the epoch that is kept and the weights of the blend; if
+    the linear map is better there than every epoch, ``form=network`` uses that. For batches, examples are ordered by
+    label, and an error counts after the best assignment of predicted to true examples.
 
     Of updates with more than 65,536 values, only so many are used: those that differ most between undefended clients of
     one class (see `_reduction.Coordinates`). Memory: no table exceeds 512 MiB, and two of them are never needed at
