@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gradveil.attacks._learned import Learning
-from gradveil.attacks._reduction import Coordinates, centres_of, softly_limited
+from gradveil.attacks._reduction import Coordinates, softly_limited
 from gradveil.attacks._simulation import SimulatedClients, Steps
 
 CLIENTS = 500

@@ -114,14 +114,15 @@ class Coordinates:
 
     def updates(self, rows: Tensor) -> Gradients:
         """The updates ``[clients, *parameter shape]`` by name that have these rows, which must have all values."""
-        assert self.places is None and self.limits is None
+        assert self.places is None
+        assert self.limits is None
         sizes = [value.numel() for value in self.task.parameters.values()]
         parts = zip(self.task.parameters.items(), torch.split(rows, sizes, 1), strict=True)
         return {name: part.reshape(len(rows), *value.shape).to(value) for (name, value), part in parts}
 
 
 def softly_limited(rows: Tensor, limits: Tensor) -> Tensor:
-    r"""Values that are small beside their limit as they are, large ones near the limit: ``limit * tanh(value / limit)``.
+    """Small values as they are, large ones near their limit: ``limit * tanh(value / limit)``.
 
     >>> softly_limited(torch.tensor([[0.01, -30.0, 5.0]]), torch.tensor([1.0, 2.0, 0.0]))
     tensor([[ 0.0100, -2.0000,  0.0000]])

@@ -63,15 +63,15 @@ class LTI(Attack):
     :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
     of a client, and S is the deviation of each feature, signal and noise together; the network gets them times the
     square root of the share that is signal. Where it helps, values of updates have soft limits (see
-    `_limits.with_chosen_limits`): on single CIFAR-10 images, undefended, with 4,000 public ones, that lowers the error of
-    the linear map from .055 to .026 and that of the blend from .040 to .025 (ReLU LeNet at its initial weights).
+    `_limits.with_chosen_limits`): on single CIFAR-10 images, undefended, with 4,000 public ones, they lower the error
+    of the linear map from .055 to .026 and that of the blend from .040 to .025 (ReLU LeNet at its initial weights).
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
     the values of an input have bounds, as pixels have, it predicts their logits (see `_inverse.Network`). The default,
     ``form=blend``, predicts a weighted mean of both if that is clearly better than the network. A tenth of the public
-    inputs of every class is held out: it chooses :math:`\lambda`, the epoch that is kept and the weights of the blend; if
-    the linear map is better there than every epoch, ``form=network`` uses that. For batches, examples are ordered by
+    inputs of every class is held out: it chooses :math:`\lambda`, the epoch that is kept and the weights of the blend;
+    if the linear map is better there than every epoch, ``form=network`` uses that. For batches, examples are ordered by
     label, and an error counts after the best assignment of predicted to true examples.
 
     Of updates with more than 65,536 values, only so many are used: those that differ most between undefended clients of
