@@ -87,7 +87,8 @@ def left_out_errors(rows: Tensor, shares: Tensor, targets: Tensor) -> Tensor:
         gram.addmm_(part.double(), part.double().T)
 
     def without_classes(columns: Tensor) -> Tensor:
-        return columns - classes @ (torch.linalg.pinv(classes) @ columns)
+        left: Tensor = columns - classes @ (torch.linalg.pinv(classes) @ columns)
+        return left
 
     values, vectors = torch.linalg.eigh(without_classes(without_classes(gram).T))
     values, vectors = values.clamp_min(0), without_classes(vectors)
