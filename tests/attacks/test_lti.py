@@ -10,7 +10,7 @@ from torch import nn
 
 import gradveil
 from gradveil import data, metrics, models
-from gradveil.attacks import _inverse, _limits, _reduction, lti
+from gradveil.attacks import _inverse, _limits, _reduction, _simulation
 from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, gains_of
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
 from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out
@@ -602,7 +602,7 @@ def test_no_table_is_larger_than_allowed(small, monkeypatch):
         return draws(self, groups, seeds)
 
     monkeypatch.setattr(SimulatedClients, "draws", record)
-    monkeypatch.setattr(lti, "MEMORY_VALUES", 2000)
+    monkeypatch.setattr(_simulation, "MEMORY_VALUES", 2000)
     attacked(small, "gaussian-noise:std=0.1", "lti:form=linear,directions=5,draws=4")
     # The first is the trial whether anything is drawn; the undefended updates are one draw of those of the directions.
     # Then the limits of the values are chosen.

@@ -1,8 +1,9 @@
 """Clients that an attacker simulates with public data, to learn how a defense's updates depend on the inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -197,6 +198,64 @@ def grouped(members: Tensor, kinds: Tensor, inputs: Tensor, batch_size: int, gen
     together = torch.cat(groups)
     rank = inputs.flatten(1).mean(1).argsort().argsort() / len(inputs)
     return together.gather(1, (kinds + rank.double())[together].argsort(1))
+
+
+@dataclass(frozen=True, eq=False)
+class Cohort:
+    """Simulated clients to learn from, and others, with other examples, on which choices are made.
+
+    Args:
+        clients: who they are.
+        parts: the places of the public inputs to learn from and of those that are held out.
+        kinds: the class of each public input.
+        classes: how many classes there are.
+        taught: ``[clients, batch size]``, the examples of those to learn from.
+        held: the same for the others.
+        draws: how many draws of the defense to simulate of each client: one if it draws nothing.
+    """
+
+    clients: SimulatedClients
+    parts: Sequence[Tensor]
+    kinds: Tensor
+    classes: int
+    taught: Tensor
+    held: Tensor
+    draws: int
+
+    @classmethod
+    def of(
+        cls, owner: str, task: Task, threat: ThreatModel, generator: torch.Generator, *, width: int, draws: int
+    ) -> Self:
+        """The clients that the public inputs of a threat model make up.
+
+        Args:
+            owner: the attack's name, for error messages.
+            task: the model that the victims were sent.
+            threat: grants the public inputs.
+            generator: the attacker's randomness.
+            width: how many features each client will have, in one table for all.
+            draws: how many draws of the defense to simulate, if it draws.
+        """
+        assert threat.public is not None
+        inputs, labels = threat.public
+        kinds, classes = kinds_of(task, labels, 1)
+        clients = SimulatedClients.of(task, threat)
+        parts = hold_out(owner, kinds, classes, threat.batch_size, generator)
+        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
+        taught = taught[: MEMORY_VALUES // width]
+        return cls(clients, parts, kinds, classes, taught, held, draws if clients.are_random(taught) else 1)
+
+    def shares(self, groups: Tensor) -> Tensor:
+        """The share of each class among the examples of clients, ``[clients, classes]``."""
+        return shares_of(self.kinds[groups], self.classes)
+
+    def kept_draws(self, width: int) -> int:
+        """How many draws of all clients that are learned from fit into a table of this many features."""
+        return max(1, min(self.draws, MEMORY_VALUES // (width * len(self.taught))))
+
+    def some(self, values: int) -> Tensor:
+        """The first of the clients to learn from: as many as directions are computed from, and as two tables hold."""
+        return self.taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * values)))]
 
 
 def check_simulation(owner: str, threat: ThreatModel) -> None:

@@ -10,13 +10,9 @@ from torch.nn import functional
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
 from gradveil.attacks._simulation import (
-    MEMORY_VALUES,
-    SUBSET,
-    SimulatedClients,
+    Cohort,
     Steps,
     check_simulation,
-    grouped,
-    hold_out,
     kinds_of,
     setting_of,
     shares_of,
@@ -112,33 +108,28 @@ class AttributeInference(Attack):
     def learn(self, task: Task, threat: ThreatModel, learning: Learning) -> Self:
         """Simulate clients, reduce their updates to features, and fit classifiers of the attribute."""
         assert threat.public is not None
-        generator, batch_size = learning.generator, threat.batch_size
-        inputs, labels = threat.public
+        generator = learning.generator
         attributes = granted_attributes(self.name, threat)
         count = int(attributes.max()) + 1
-        kinds, classes = kinds_of(task, labels, 1)
-        clients = SimulatedClients.of(task, threat)
-        parts = hold_out(self.name, kinds, classes, batch_size, generator)
-        taught, held = (grouped(part, kinds, inputs, batch_size, generator) for part in parts)
-        taught = taught[: MEMORY_VALUES // self.directions]
-        draws = self.draws if clients.are_random(taught) else 1
-        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
-        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
-        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
-        steps = Steps(learning.progress, draws * len(subset) + kept * len(taught) + len(held))
+        cohort = Cohort.of(self.name, task, threat, generator, width=self.directions, draws=self.draws)
+        clients, taught, held = cohort.clients, cohort.taught, cohort.held
+        kept = cohort.kept_draws(self.directions)
+        coordinates = Coordinates.most_telling(clients, taught, cohort.kinds, generator)
+        subset = cohort.some(coordinates.width)
+        steps = Steps(learning.progress, cohort.draws * len(subset) + kept * len(taught) + len(held))
         directions = simulated_directions(
-            clients, coordinates, subset, shares_of(kinds[subset], classes), draws, self.directions, learning, steps
+            clients, coordinates, subset, cohort.shares(subset), cohort.draws, self.directions, learning, steps
         )
 
         def features_of(whose: str, groups: Tensor, drawn: int) -> Tensor:
             return simulated_features(clients, coordinates, directions, groups, drawn, whose, learning, steps)
 
-        features, shares = features_of("taught", taught, kept), shares_of(kinds[taught], classes)
+        features, shares = features_of("taught", taught, kept), cohort.shares(taught)
         centres = centres_of(features.mean(0), shares)
 
         def examples(groups: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
             """What classifiers are shown, and the shares of the attributes: a row for every draw of every client."""
-            shown = _shown(drawn, shares_of(kinds[groups], classes), centres).flatten(0, 1)
+            shown = _shown(drawn, cohort.shares(groups), centres).flatten(0, 1)
             return shown, shares_of(attributes[groups], count).repeat(len(drawn), 1)
 
         known, unseen = examples(taught, features), examples(held, features_of("held", held, 1))
@@ -153,7 +144,7 @@ class AttributeInference(Attack):
         learned = {
             "directions": directions,
             "centres": centres,
-            "rates": attribute_rates(kinds, attributes, classes, count),
+            "rates": attribute_rates(cohort.kinds, attributes, cohort.classes, count),
             **{f"{_LAYER}{number}": tensor for number, tensor in enumerate(best.tensors)},
             **coordinates.learned,
         }

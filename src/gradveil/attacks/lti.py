@@ -24,13 +24,9 @@ from gradveil.attacks._learned import Learning
 from gradveil.attacks._limits import CLIENTS, with_chosen_limits
 from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
 from gradveil.attacks._simulation import (
-    MEMORY_VALUES,
-    SUBSET,
-    SimulatedClients,
+    Cohort,
     Steps,
     check_simulation,
-    grouped,
-    hold_out,
     kinds_of,
     setting_of,
     shares_of,
@@ -149,48 +145,39 @@ class LTI(Attack):
         """Simulate clients, reduce their updates to features, and fit the maps from features to inputs."""
         assert threat.public is not None
         generator = learning.generator
-        inputs, labels = threat.public
-        kinds, classes = kinds_of(task, labels, 1)
-        clients = SimulatedClients.of(task, threat)
-        parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        taught = taught[: MEMORY_VALUES // self.directions]
-        draws = self.draws if clients.are_random(taught) else 1
-        kept = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
+        cohort = Cohort.of(self.name, task, threat, generator, width=self.directions, draws=self.draws)
+        clients, taught, held, kinds = cohort.clients, cohort.taught, cohort.held, cohort.kinds
+        kept = cohort.kept_draws(self.directions)
         coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
-        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        subset = cohort.some(coordinates.width)
         tried = subset[:CLIENTS]
         network = self.form != "linear"
-        steps = Steps(
-            learning.progress,
-            len(tried)
-            + draws * len(subset)
-            + kept * len(taught)
-            + len(held)
-            + network * self.networks * self.epochs * len(taught),
-        )
+        simulated = len(tried) + cohort.draws * len(subset) + kept * len(taught) + len(held)
+        steps = Steps(learning.progress, simulated + network * self.networks * self.epochs * len(taught))
 
-        flat = inputs.flatten(1).float()
-        coordinates = with_chosen_limits(
-            clients, coordinates, tried, shares_of(kinds[tried], classes), flat[tried].flatten(1), learning, steps
+        flat = threat.public[0].flatten(1).float()
+        targets = flat[tried].flatten(1)
+        coordinates = with_chosen_limits(clients, coordinates, tried, cohort.shares(tried), targets, learning, steps)
+        directions = simulated_directions(
+            clients, coordinates, subset, cohort.shares(subset), cohort.draws, self.directions, learning, steps
         )
-        means = centres_of(flat[parts[0]], torch.nn.functional.one_hot(kinds[parts[0]], classes))
-        shares = shares_of(kinds[subset], classes)
-        directions = simulated_directions(clients, coordinates, subset, shares, draws, self.directions, learning, steps)
 
         def features_of(whose: str, groups: Tensor, count: int) -> Tensor:
             return simulated_features(clients, coordinates, directions, groups, count, whose, learning, steps)
 
-        def examples(groups: Tensor, features: Tensor) -> Examples:
-            return Examples(features, shares_of(kinds[groups], classes), means[kinds[groups]], groups, flat)
+        one_hot = torch.nn.functional.one_hot(kinds[cohort.parts[0]], cohort.classes)
+        means = centres_of(flat[cohort.parts[0]], one_hot)
 
-        features, shares = features_of("taught", taught, kept), shares_of(kinds[taught], classes)
+        def examples(groups: Tensor, features: Tensor) -> Examples:
+            return Examples(features, cohort.shares(groups), means[kinds[groups]], groups, flat)
+
+        features, shares = features_of("taught", taught, kept), cohort.shares(taught)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
         features /= scale
         known = examples(taught, features)
-        unseen = examples(held, (features_of("held", held, 1) - shares_of(kinds[held], classes) @ centres) / scale)
+        unseen = examples(held, (features_of("held", held, 1) - cohort.shares(held) @ centres) / scale)
         linear, linear_error = fit_linear(known, unseen)
         error, gains = linear_error, gains_of(features)
         networks: list[Network] = []
@@ -207,7 +194,7 @@ class LTI(Attack):
                     return perf_counter() - begun < limit
 
                 for _ in range(self.networks):
-                    start = Network.untrained(gains, classes, linear.shape[1], self.hidden, bounds, generator)
+                    start = Network.untrained(gains, cohort.classes, linear.shape[1], self.hidden, bounds, generator)
                     trained = train_network(start, to_beat, known, unseen, generator, epochs=self.epochs, go_on=go_on)
                     networks += [trained.network] if trained.network else []
                     taken += trained.steps

@@ -22,14 +22,11 @@ from gradveil.attacks._inverse import Examples, fit_linear
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, principal_directions
 from gradveil.attacks._simulation import (
-    MEMORY_VALUES,
-    SUBSET,
+    Cohort,
     SimulatedClients,
     Steps,
     check_simulation,
     draw_seeds,
-    grouped,
-    hold_out,
     kinds_of,
     setting_of,
     shares_of,
@@ -153,25 +150,18 @@ class Mjolnir(Attack):
         """Simulate clients, reduce their updates to features, learn what the defense does to them and to undo it."""
         assert threat.public is not None
         generator = learning.generator
-        inputs, labels = threat.public
-        kinds, classes = kinds_of(task, labels, 1)
-        clients = SimulatedClients.of(task, threat)
-        parts = hold_out(self.name, kinds, classes, threat.batch_size, generator)
-        taught, held = (grouped(part, kinds, inputs, threat.batch_size, generator) for part in parts)
-        taught = taught[: MEMORY_VALUES // self.directions]
-        draws = 0
-        if threat.adaptive:
-            draws = self.draws if clients.are_random(taught) else 1
-            draws = max(1, min(draws, MEMORY_VALUES // (self.directions * len(taught))))
+        cohort = Cohort.of(self.name, task, threat, generator, width=self.directions, draws=self.draws)
+        clients, taught, held = cohort.clients, cohort.taught, cohort.held
+        draws = cohort.kept_draws(self.directions) if threat.adaptive else 0
         seed = int(torch.randint(1 << 31, (1,), generator=generator, device=generator.device))
-        coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
-        subset = taught[: min(SUBSET, max(1, MEMORY_VALUES // (2 * coordinates.width)))]
+        coordinates = Coordinates.most_telling(clients, taught, cohort.kinds, generator)
+        subset = cohort.some(coordinates.width)
         network = self.form == "diffusion"
         simulated = len(subset) + (1 + draws) * (len(taught) + len(held))
         steps = Steps(learning.progress, simulated + network * self.epochs * len(taught))
 
-        basis = self._basis(clients, coordinates, subset, shares_of(kinds[subset], classes), generator, steps)
-        shares, held_shares = (shares_of(kinds[groups], classes) for groups in (taught, held))
+        basis = self._basis(clients, coordinates, subset, cohort.shares(subset), generator, steps)
+        shares, held_shares = cohort.shares(taught), cohort.shares(held)
         features_of = partial(_features, clients, basis, draws, learning, steps)
         clean, received, _ = features_of("taught", taught, shares)
         held_clean, held_received, held_outside = features_of("held", held, held_shares)
@@ -204,7 +194,7 @@ class Mjolnir(Attack):
         error = error_of(denoiser, channel.mix, known)
         if network:
             trained = train_denoiser(
-                Denoiser.untrained(channel.profile, levels, classes, generator),
+                Denoiser.untrained(channel.profile, levels, cohort.classes, generator),
                 channel.mix,
                 clean @ channel.whiten,
                 shares,
