@@ -25,6 +25,7 @@ from gradveil.core.randomness import derived_generator
 from gradveil.task import Task
 from kinds import Row, Session, attack_row, attack_seen, fitted_case, posed_case
 
+PEER = "invertinggradients of breaching 0.1.2"
 OPERATORS = (
     *("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align"),
     *("_ps_roi_align_backward", "ps_roi_pool", "_ps_roi_pool_backward", "deform_conv2d", "_deform_conv2d_backward"),
@@ -81,7 +82,7 @@ def peer(case: Row, session: Session) -> Row:
     observed = cases.observe(posed_case({**case, "model": f"{MODELS}@{case['network']}", "attack": "idlg"}))
     task, victims = observed.case.prepared.task, observed.case.victims
     if task.input_shape[0] != 3:
-        return {"refused": "its total variation has three channels"}
+        return {"attack": PEER, "refused": "its total variation has three channels"}
     updates = [rounds[0][1] for rounds in observed.seen]
     attack, iterations = _Peer(case, task), 50
     attack.run(updates[0], victims.targets[0], iterations)  # what the first call takes is not counted

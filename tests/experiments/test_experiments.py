@@ -47,7 +47,7 @@ def experiment(request):
 
 
 def test_all_experiments_are_here():
-    assert len(NAMES) == 21
+    assert len(NAMES) == 22
 
 
 def test_every_row_is_of_a_case_or_of_one_that_is_gone(experiment):
