@@ -266,8 +266,10 @@ def test_values_are_limited_where_a_few_of_them_hide_the_rest(small, monkeypatch
     assert bad + 1 < good < plain + 0.5
     again = Coordinates.of_learned(task, limited.learned)
     updates = task.per_example_gradients(*victims)
-    expected = _reduction.softly_limited(Coordinates(task, None).rows(updates), limited.learned["limits"])
+    values = Coordinates(task, None).rows(updates)
+    expected = torch.cat([values, _reduction.softly_limited(values, limited.learned["limits"])], 1)
     assert torch.equal(again.rows(updates), expected)
+    assert again.width == 2 * task.size == len(limited.learned["directions"])
 
 
 # -- the linear rung ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from gradveil.attacks._simulation import SimulatedClients, Steps
 
 CLIENTS = 500
 """Simulated clients on which the limits are chosen."""
-LIMITS = (3.0, 1.0, 0.3, 0.1)
+LIMITS = (3.0, 1.0, 0.3)
 """Limits that are tried, in units of a value's standard deviation."""
 _RIDGES = tuple(10.0**power for power in range(-9, 2))
 """Regularisations that are tried, in units of the mean eigenvalue."""
@@ -26,14 +26,15 @@ def with_chosen_limits(
     learning: Learning,
     steps: Steps,
 ) -> Coordinates:
-    r"""The coordinates with soft limits on their values, if inputs can be predicted better with them.
+    r"""The coordinates, also with soft limits on their values, if inputs can be predicted better with them.
 
     .. math:: u_j \to c_j \tanh(u_j / c_j), \qquad c_j = c \, \sigma_j
 
     with the standard deviation :math:`\sigma_j` of a value among simulated clients. Gradients of networks of ReLUs have
-    heavy tails: a few values of a few clients carry most of the variance, and so most principal directions. The limit c
-    is one of `LIMITS`, or there is none, by which ridge regression leaves the least error if every client is predicted
-    from all others. There is none unless one is better by two standard errors.
+    heavy tails: a few values of a few clients carry most of the variance, and so most principal directions. A network
+    that learns from many clients finds more in the values as they are, so rows have both (`Coordinates.forms`). The
+    limit c is one of `LIMITS`, or there is none, by which ridge regression leaves the least error if every client is
+    predicted from all others. There is none unless one is better by two standard errors.
 
     Args:
         clients: the clients to simulate.

@@ -30,7 +30,8 @@ class Coordinates:
     Args:
         task: the model whose updates are meant.
         places: the places of the values in the flattened update, in ascending order; None: all of them.
-        limits: ``[width]``, how far each value counts, see `softly_limited`; None: as it is.
+        limits: how far each value counts, see `softly_limited`; rows then have the values as they are, and behind them
+            the limited ones. None: only as they are.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
@@ -100,9 +101,15 @@ class Coordinates:
         return Coordinates(self.task, self.places, limits)
 
     @property
+    def forms(self) -> list[slice]:
+        """Where in a row the values stand as they are and, if they have limits, limited."""
+        values = self.task.size if self.places is None else len(self.places)
+        return [slice(0, values)] if self.limits is None else [slice(0, values), slice(values, 2 * values)]
+
+    @property
     def width(self) -> int:
         """The length of a row."""
-        return self.task.size if self.places is None else len(self.places)
+        return int(self.forms[-1].stop)
 
     def rows(self, updates: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """Updates ``[clients, *parameter shape]`` by name as rows ``[clients, width]``; differentiable, vmap-able."""
@@ -110,7 +117,7 @@ class Coordinates:
         if self.places is not None:
             flat = {name: values[:, self._places_of[name]] for name, values in flat.items()}
         rows = torch.cat([values.to(dtype) for values in flat.values()], 1)
-        return rows if self.limits is None else softly_limited(rows, self.limits)
+        return rows if self.limits is None else torch.cat([rows, softly_limited(rows, self.limits)], 1)
 
     def updates(self, rows: Tensor) -> Gradients:
         """The updates ``[clients, *parameter shape]`` by name that have these rows, which must have all values."""
@@ -161,8 +168,8 @@ def denoised(means: Tensor, undefended: Tensor, noise: Tensor) -> Tensor:
     scaled undefended one is explained by the noise counts as that (w = 0); one without noise is left as it is (w = 1).
 
     Args:
-        means: ``[clients, width]``, the mean of the draws; changed in place.
-        undefended: the undefended updates; changed in place.
+        means: ``[clients, width]``, the mean of the draws; spoiled.
+        undefended: the undefended updates; become the estimate, which is returned, too.
         noise: ``[width]``, the variance that the draws leave in the means.
 
     >>> denoised(torch.tensor([[2.0, 2.1]]), torch.tensor([[1.0, 1.0]]), torch.tensor([0.0, 9.0]))
@@ -203,7 +210,7 @@ def simulated_directions(
     learning: Learning,
     steps: Steps,
 ) -> Tensor:
-    """The principal directions ``[width, at most count]`` of what clients send on average over the draws of a defense.
+    """The principal directions of what clients send on average over the draws of a defense: `count` of each form.
 
     Noise as large as the signal, on many more values than there are clients, would hide all but the first few of them;
     the attacker may remove it, because it simulates these clients.
@@ -244,12 +251,20 @@ def simulated_directions(
         steps.add(draws * len(part))
         done += len(part)
     if undefended is not None:
-        noise = squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)
-        rows = denoised(rows, undefended, noise / (draws - 1))
+        noise = (squares / (len(rows) * draws) - rows.square().mean(0, dtype=torch.float64)) / (draws - 1)
+        for form in coordinates.forms:
+            denoised(rows[:, form], undefended[:, form], noise[form])
+        rows = undefended
     centres = centres_of(rows, shares)
     for place in range(0, len(rows), 256):  # in parts, so that there is no other table
         rows[place : place + 256] -= shares[place : place + 256] @ centres
-    return principal_directions(rows, count)
+    each = [principal_directions(rows[:, form], count) for form in coordinates.forms]
+    directions = rows.new_zeros(rows.shape[1], sum(part.shape[1] for part in each))
+    first = 0
+    for form, part in zip(coordinates.forms, each, strict=True):
+        directions[form, first : first + part.shape[1]] = part
+        first += part.shape[1]
+    return directions
 
 
 def simulated_features(

@@ -58,9 +58,10 @@ class LTI(Attack):
     simulates undefended clients. :math:`\bar x_y, \bar u_y` are the means of the class (for a batch,
     :math:`\bar u` is fitted to the share of each class), V holds the principal directions of the mean defended update
     of a client, and S is the deviation of each feature, signal and noise together; the network gets them times the
-    square root of the share that is signal. Where it helps, values of updates have soft limits (see
-    `_limits.with_chosen_limits`): on single CIFAR-10 images, undefended, with 4,000 public ones, they lower the error
-    of the linear map from .055 to .026 and that of the blend from .040 to .025 (ReLU LeNet at its initial weights).
+    square root of the share that is signal. Where it helps, the values of updates are also shown with soft limits, and
+    these have directions of their own (see `_limits.with_chosen_limits`): on single CIFAR-10 images, undefended, with
+    4,000 public ones, they lower the error of the linear map from .055 to .026 and that of the blend from .041 to .025
+    (ReLU LeNet at its initial weights).
 
     The first rung, ``form=linear``, is the best linear map in closed form, :math:`C_{xf} (C_{ff} + \lambda I)^{-1}`.
     ``form=network`` is a perceptron with three hidden layers of GELUs, trained with AdamW in mini-batches of 128. If
@@ -147,17 +148,18 @@ class LTI(Attack):
         generator = learning.generator
         cohort = Cohort.of(self.name, task, threat, generator, width=self.directions, draws=self.draws)
         clients, taught, held, kinds = cohort.clients, cohort.taught, cohort.held, cohort.kinds
-        kept = cohort.kept_draws(self.directions)
         coordinates = Coordinates.most_telling(clients, taught, kinds, generator)
         subset = cohort.some(coordinates.width)
         tried = subset[:CLIENTS]
         network = self.form != "linear"
-        simulated = len(tried) + cohort.draws * len(subset) + kept * len(taught) + len(held)
+        drawn = cohort.draws * len(subset) + cohort.kept_draws(self.directions) * len(taught)
+        simulated = len(tried) + drawn + len(held)
         steps = Steps(learning.progress, simulated + network * self.networks * self.epochs * len(taught))
 
         flat = threat.public[0].flatten(1).float()
         targets = flat[tried].flatten(1)
         coordinates = with_chosen_limits(clients, coordinates, tried, cohort.shares(tried), targets, learning, steps)
+        subset = cohort.some(coordinates.width)
         directions = simulated_directions(
             clients, coordinates, subset, cohort.shares(subset), cohort.draws, self.directions, learning, steps
         )
@@ -171,7 +173,7 @@ class LTI(Attack):
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, cohort.shares(groups), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of("taught", taught, kept), cohort.shares(taught)
+        features, shares = features_of("taught", taught, cohort.kept_draws(directions.shape[1])), cohort.shares(taught)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)
