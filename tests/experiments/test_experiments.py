@@ -88,6 +88,7 @@ PAGES = {
     "optimal_defenses": ("docs/sensitivity.md", [0, 1]),
     "analytic_attacks": ("docs/active-servers.md", [1, 2, 4]),
     "learned_attackers": ("experiments/learned_attackers/README.md", None),
+    "protocol": ("experiments/protocol/README.md", None),
     "trained_networks": ("experiments/trained_networks/README.md", None),
     "empirical_epsilon": ("experiments/empirical_epsilon/README.md", None),
     "faces": ("experiments/faces/README.md", None),
