@@ -94,17 +94,10 @@ def peer(case: Row, session: Session) -> Row:
         found.append(attack.run(update, victims.targets[number], iterations))
         session.progress(number + 1, len(victims), 0.0)
     seconds = process_time() - began
-    empty = torch.zeros(len(victims))
-    result = Reconstruction(
-        torch.stack(found)[:, None], victims.targets, empty, torch.full((len(victims),), iterations)
-    )
-    row = attack_row(case, observed, result)
-    return {
-        **row,
-        "attack_spec": f"breaching 0.1.2, {iterations} iterations",
-        "chosen": None,
-        "processor_seconds": seconds,
-    }
+    taken = torch.full((len(victims),), iterations)
+    result = Reconstruction(torch.stack(found)[:, None], victims.targets, torch.zeros(len(victims)), taken)
+    row = {**attack_row(case, observed, result), "attack": PEER, "attack_spec": f"{PEER}, {iterations} iterations"}
+    return {**row, "chosen": None, "processor_seconds": seconds}
 
 
 class _Peer:
@@ -121,7 +114,7 @@ class _Peer:
             library.define(f"{name}(Tensor a) -> Tensor")
         import breaching
 
-        self.library, self.breaching, self.task = library, breaching, task
+        self.library, self.breaching = library, breaching  # operators are gone with their library
         self.data = breaching.get_case_config("1_single_image_small").data
         self.data.shape, self.data.classes = list(task.input_shape), task.classes
         self.data.mean, self.data.std = [0.0] * task.input_shape[0], [1.0] * task.input_shape[0]
