@@ -169,7 +169,8 @@ def test_victims_together_equal_victims_alone(name, tiny_task, tiny_batch):
         return attack.reconstruct(task, chosen, threat, generator=torch.Generator().manual_seed(0))
 
     together, alone = run(updates), run(updates[0])
-    torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-6)
+    # Rounding depends on how many threads multiply, too, and lti's map enlarges it.
+    torch.testing.assert_close(together.inputs[0], alone.inputs[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", RECONSTRUCT)

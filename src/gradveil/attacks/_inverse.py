@@ -318,7 +318,8 @@ def train_network(
         go_on: called after each epoch with their number; False ends the training.
     """
     layers = [layer.requires_grad_() for layer in network.layers]
-    optimiser = torch.optim.AdamW(layers, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    # Fused: on a CPU a step of the larger networks takes half the time.
+    optimiser = torch.optim.AdamW(layers, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     clients = len(learning.places)
     batches = math.ceil(clients / MINIBATCH)
     best: list[Tensor] | None = None
