@@ -19,6 +19,8 @@ _PLACES = "places"
 _LIMITS = "limits"
 _PAIRS = 32
 """Pairs of clients whose updates tell which values those are."""
+_TOGETHER = 64
+"""Rows of several draws are projected together if the clients that are simulated at once are fewer."""
 _LEAST_VARIANCE = 1e-10
 """Directions with less variance than this, relative to the first, are rounding errors."""
 
@@ -292,7 +294,16 @@ def simulated_features(
 
     def simulate(part: Tensor) -> dict[str, Tensor]:
         drawn = clients.draws(part, draw_seeds(draws, len(part), learning.generator))
-        return {"features": torch.stack([coordinates.rows(updates) @ directions for updates in drawn])}
+        projected, waiting = [], []
+        for updates in drawn:
+            waiting.append(coordinates.rows(updates))
+            # Of large updates few are simulated at once: reading the directions would take longer than multiplying.
+            if len(waiting) * len(part) >= _TOGETHER:
+                projected.append(torch.cat(waiting) @ directions)
+                waiting = []
+        if waiting:
+            projected.append(torch.cat(waiting) @ directions)
+        return {"features": torch.cat(projected).view(draws, len(part), -1)}
 
     table = torch.empty(draws, len(groups), directions.shape[1], device=clients.task.device)
     done = 0

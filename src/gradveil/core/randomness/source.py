@@ -105,7 +105,8 @@ class SeededSource(Source):
         self, values: Tensor, std: float | Tensor, *, typical: float | None = None, where: Tensor | None = None
     ) -> Tensor:
         """Add the noise in floating point."""
-        noisy = values + std * self.normal(values)
+        # In place: on large updates, memory takes longer than arithmetic.
+        noisy = self.normal(values).mul_(std).add_(values)
         return noisy if where is None else torch.where(where, noisy, values)
 
     def add_laplace(self, values: Tensor, std: float) -> Tensor:
