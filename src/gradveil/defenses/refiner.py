@@ -270,8 +270,11 @@ class Refiner(StepDefense):
         leaf = robust.detach().requires_grad_()
         with torch.enable_grad():
             gradients = task.by_autograd().gradient(task.parameters, leaf, labels)
-            objective = _utility(gradients, own, weights) - self.balance * network(leaf).mean()
-            return torch.autograd.grad(objective, leaf)[0]
+            (privacy,) = torch.autograd.grad(network(leaf).mean(), leaf)
+        # The utility metric is quadratic in the gradients: its slope needs no graph, which of a large model takes long.
+        slopes = [(gradients[name].detach() - value).mul_(weights[name]) for name, value in own.items()]
+        (utility,) = torch.autograd.grad([gradients[name] for name in own], leaf, slopes)
+        return 2 * utility - self.balance * privacy
 
     def _start(self, inputs: Tensor, labels: Tensor, noise: Tensor, memory: Memory | None) -> tuple[Tensor, bool]:
         """Where the search starts, and whether every sample has a warm start."""
@@ -290,7 +293,8 @@ def project(own: Gradients, robust: Gradients, epsilon: float) -> Gradients:
     [1.0, 0.5]
     """
     difference = {name: robust[name] - value for name, value in own.items()}
-    distance = torch.stack([value.double().square().sum() for value in difference.values()]).sum().sqrt().item()
+    squares = [value.square().sum(dtype=torch.float64) for value in difference.values()]
+    distance = torch.stack(squares).sum().sqrt().item()
     if distance <= epsilon:
         return robust
     return {name: value + epsilon / distance * difference[name] for name, value in own.items()}
