@@ -12,8 +12,9 @@ import gradveil
 from gradveil import data, metrics, models
 from gradveil.attacks import _inverse, _limits, _reduction, _simulation
 from gradveil.attacks._inverse import Examples, assigned, error_of, fit_linear, gains_of
+from gradveil.attacks._learned import Learning
 from gradveil.attacks._reduction import Coordinates, centres_of, denoised, principal_directions
-from gradveil.attacks._simulation import SimulatedClients, grouped, hold_out
+from gradveil.attacks._simulation import SimulatedClients, Steps, grouped, hold_out
 from gradveil.core.errors import ThreatModelError
 from gradveil.modality.image import Image
 
@@ -221,6 +222,75 @@ def test_under_noise_half_of_the_values_give_nearly_as_much(small, monkeypatch):
     assert fitted.learned["directions"].shape[0] == 80
     assert exact + 1.5 > some > exact - 1.5
     assert some > blind(small) + 1
+
+
+def reduced(small, defense, draws, taught):
+    """Directions from 30 clients, the features of these and of others, and how many updates were simulated."""
+    task, public, _ = small
+    clients, learning = SimulatedClients(task, defense, public), Learning(seeded(0))
+    groups = torch.arange(taught)[:, None]
+    shares, done = nn.functional.one_hot(public[1][:30], 2).float(), []
+    steps = Steps(lambda count, *_: done.append(count), 10_000)
+    coordinates = Coordinates.most_telling(clients, groups, public[1], learning.generator)
+    directions, kept = _reduction.simulated_directions(
+        clients, coordinates, groups[:30], shares, draws, 5, learning, steps
+    )
+    features = _reduction.simulated_features(
+        clients, coordinates, directions, groups, draws, "taught", learning, steps, kept
+    )
+    return clients, coordinates, directions, kept, features, done[-1]
+
+
+@pytest.mark.parametrize(("room", "draws_kept"), [(1 << 28, 3), (2 * 30 * 170, 2), (100, 0)])
+def test_clients_that_take_long_are_not_simulated_twice(small, monkeypatch, room, draws_kept):
+    monkeypatch.setattr(_reduction, "KEPT_VALUES", room)
+    defense, _ = gradveil.defense("dp-sgd:noise_multiplier=0.01").prepare(small[0])
+    seeds = []
+    draw_seeds = _reduction.draw_seeds
+    monkeypatch.setattr(_reduction, "draw_seeds", lambda *how: seeds.append(draw_seeds(*how)) or seeds[-1])
+    clients, coordinates, directions, kept, features, simulated = reduced(small, defense, 3, 40)
+    assert small[0].size == 170
+    assert kept.shape == (draws_kept, 30, 170)
+    assert simulated == 3 * 30 + (3 - draws_kept) * 30 + 3 * 10
+    groups, first = torch.arange(40)[:, None], seeds[0][:, :30]
+    sent = torch.stack([coordinates.rows(updates) for updates in clients.draws(groups[:30], first)])
+    torch.testing.assert_close(kept, sent[:draws_kept])
+    torch.testing.assert_close(features[:draws_kept, :30], sent[:draws_kept] @ directions)
+    assert features.isfinite().all()
+    assert not torch.equal(features[0], features[1])
+
+
+def test_cheap_clients_are_simulated_again_unless_their_updates_are_large(small, monkeypatch):
+    defense = gradveil.defense("gaussian-noise:std=0.1")
+    assert reduced(small, defense, 2, 40)[3].numel() == 0
+    monkeypatch.setattr(_reduction, "EXACT_SIZE", 80)
+    assert reduced(small, defense, 2, 40)[3].shape == (2, 30, 80)
+
+
+@pytest.mark.parametrize("spec", ["optimal-noise:std=0.1", "optimal-dp-sgd:std=0.1,clip=1"])
+def test_the_noise_of_one_client_is_drawn_again_without_its_sensitivity(small, monkeypatch, spec):
+    task, public, _ = small
+    defense, clients = gradveil.defense(spec), SimulatedClients(task, gradveil.defense(spec), public)
+    groups, seeds = torch.tensor([[3], [8]]), torch.arange(120).view(60, 2)
+    alone = defense.share(task, public[0][3:4], public[1][3:4], generator=seeded(0))
+    measured, sensitivity = [], type(task).sensitivity
+    monkeypatch.setattr(type(task), "sensitivity", lambda *a, **k: measured.append(1) or sensitivity(*a, **k))
+    sent = [Coordinates(task, None).rows(updates) for updates in clients.draws(groups, seeds)]
+    assert len(measured) == 2
+    torch.testing.assert_close(sent[0][:1], Coordinates(task, None).rows({n: v[None] for n, v in alone.items()}))
+    noise = torch.stack(sent)[:, 0] - torch.stack(sent)[:, 0].mean(0)
+    variance = noise.square().sum(0) / 59
+    first, again = (part.square().mean() for part in (noise[:30], noise[30:]))
+    assert 0.5 < first / again < 2
+    assert 0.5 < variance.mean() / 0.1**2 < 2
+    local = SimulatedClients(task, defense, public, gradveil.LocalSteps(2, 1, 0.1))
+    assert all(len(updates) for updates in local.draws(groups, seeds[:3]))
+    assert len(measured) == 2 + 3 * 2 * 2  # every step has one of its own
+
+
+def test_defenses_that_draw_nothing_else_are_not_repeated():
+    specs = ("optimal-pruning", "optimal-noise:form=global", "optimal-noise:std=0", "optimal-noise:every=2", "refiner")
+    assert [gradveil.defense(spec).repeated(4) for spec in specs] == len(specs) * [None]
 
 
 # -- limits ------------------------------------------------------------------------------------------------------

@@ -24,8 +24,9 @@ from PIL import EpsImagePlugin, Image
 
 from gradveil import data
 from gradveil.core.errors import DataError
+from gradveil.core.large_arrays import empty
 from gradveil.data._image_folder import FORMATS
-from gradveil.data._limits import MAX_GROWTH, check_size, empty
+from gradveil.data._limits import MAX_GROWTH, check_size
 from gradveil.data._pickles import read_pickled_arrays
 from gradveil.data.formats import read, read_idx_folder, read_svhn_folder
 from gradveil.data.npz import read_arrays
@@ -293,7 +294,7 @@ def test_large_arrays_lie_on_disk(tmp_path, monkeypatch):
     images = np.arange(4 * 5 * 6 * 3, dtype=np.uint8).reshape(4, 5, 6, 3)
     np.savez(tmp_path / "data.npz", x_train=images, y_train=[0, 0, 1, 1], x_test=images, y_test=[0, 0, 1, 1])
     expected = data.load(tmp_path / "data.npz").train
-    monkeypatch.setattr("gradveil.data._limits.ON_DISK", 100)
+    monkeypatch.setattr("gradveil.core.large_arrays.ON_DISK", 100)
     assert isinstance(read_arrays(tmp_path / "data.npz")["x_train"], np.memmap)
     split = data.load(tmp_path / "data.npz").train
     assert torch.equal(split.inputs, expected.inputs)
@@ -305,7 +306,7 @@ def test_a_full_disk_is_reported(monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradveil.data._limits.ON_DISK", 100)
+    monkeypatch.setattr("gradveil.core.large_arrays.ON_DISK", 100)
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(DataError, match="expected room for 1,000 bytes of unpacked data, got No space left on device"):
         empty((1000,), np.uint8)

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._simulation import SimulatedClients, Steps, draw_seeds
+from gradveil.core.large_arrays import empty
 from gradveil.task import Gradients, Task
 
 EXACT_SIZE = 1 << 16
@@ -21,6 +23,8 @@ _PAIRS = 32
 """Pairs of clients whose updates tell which values those are."""
 _TOGETHER = 64
 """Rows of several draws are projected together if the clients that are simulated at once are fewer."""
+KEPT_VALUES = 1 << 28
+"""How many values of what simulated clients sent are kept, at most, so that they need not be simulated again: 1 GiB."""
 _LEAST_VARIANCE = 1e-10
 """Directions with less variance than this, relative to the first, are rounding errors."""
 
@@ -103,10 +107,14 @@ class Coordinates:
         return Coordinates(self.task, self.places, limits)
 
     @property
+    def count(self) -> int:
+        """How many values of an update are used."""
+        return self.task.size if self.places is None else len(self.places)
+
+    @property
     def forms(self) -> list[slice]:
         """Where in a row the values stand as they are and, if they have limits, limited."""
-        values = self.task.size if self.places is None else len(self.places)
-        return [slice(0, values)] if self.limits is None else [slice(0, values), slice(values, 2 * values)]
+        return [slice(0, self.count), *([] if self.limits is None else [slice(self.count, 2 * self.count)])]
 
     @property
     def width(self) -> int:
@@ -115,11 +123,18 @@ class Coordinates:
 
     def rows(self, updates: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
         """Updates ``[clients, *parameter shape]`` by name as rows ``[clients, width]``; differentiable, vmap-able."""
+        return self.in_all_forms(self.values(updates, dtype))
+
+    def values(self, updates: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+        """The values of updates as they are, ``[clients, count]``."""
         flat = {name: updates[name].flatten(1) for name in self.task.parameters}
         if self.places is not None:
             flat = {name: values[:, self._places_of[name]] for name, values in flat.items()}
-        rows = torch.cat([values.to(dtype) for values in flat.values()], 1)
-        return rows if self.limits is None else torch.cat([rows, softly_limited(rows, self.limits)], 1)
+        return torch.cat([values.to(dtype) for values in flat.values()], 1)
+
+    def in_all_forms(self, values: Tensor) -> Tensor:
+        """The rows of updates with these values, ``[clients, width]``."""
+        return values if self.limits is None else torch.cat([values, softly_limited(values, self.limits)], 1)
 
     def updates(self, rows: Tensor) -> Gradients:
         """The updates ``[clients, *parameter shape]`` by name that have these rows, which must have all values."""
@@ -202,6 +217,22 @@ def principal_directions(rows: Tensor, count: int) -> Tensor:
     return rows.T @ weights
 
 
+def draws_kept(clients: SimulatedClients, coordinates: Coordinates, count: int, draws: int) -> int:
+    """How many draws of the clients that directions are computed from are kept, for their features.
+
+    None if clients are simulated together and all values of their updates are used: it is faster to do that again.
+
+    Args:
+        clients: the clients to simulate.
+        coordinates: the values of an update that are used.
+        count: how many clients directions are computed from.
+        draws: how many draws of them are averaged.
+    """
+    if clients.together and coordinates.places is None:
+        return 0
+    return min(draws, KEPT_VALUES // (count * coordinates.count))
+
+
 def simulated_directions(
     clients: SimulatedClients,
     coordinates: Coordinates,
@@ -211,8 +242,10 @@ def simulated_directions(
     count: int,
     learning: Learning,
     steps: Steps,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """The principal directions of what clients send on average over the draws of a defense: `count` of each form.
+
+    With them comes what is kept of these clients, ``[draws, clients, values]``, for their features (`draws_kept`).
 
     Noise as large as the signal, on many more values than there are clients, would hide all but the first few of them;
     the attacker may remove it, because it simulates these clients.
@@ -230,17 +263,24 @@ def simulated_directions(
     rows = torch.zeros(len(groups), coordinates.width, device=clients.task.device)
     undefended = torch.zeros_like(rows) if draws > 1 else None
     squares = torch.zeros(coordinates.width, dtype=torch.float64, device=rows.device)
+    shape = draws_kept(clients, coordinates, len(groups), draws), len(groups), coordinates.count
+    kept = torch.from_numpy(empty(shape, np.float32))
 
     def simulate(part: Tensor) -> dict[str, Tensor]:
         mean, power = rows.new_zeros(len(part), coordinates.width), torch.zeros_like(squares)
-        for updates in clients.draws(part, draw_seeds(draws, len(part), learning.generator)):
-            drawn = coordinates.rows(updates)
+        sent = rows.new_empty(len(kept), len(part), coordinates.count)
+        for number, updates in enumerate(clients.draws(part, draw_seeds(draws, len(part), learning.generator))):
+            values = coordinates.values(updates)
+            drawn = coordinates.in_all_forms(values)
             mean += drawn / draws
             power += drawn.square().sum(0, dtype=torch.float64)
+            if number < len(sent):
+                sent[number] = values
+        simulated = {"mean": mean, "power": power, "sent": sent}
         if undefended is None:
-            return {"mean": mean, "power": power}
+            return simulated
         honest = clients.undefended(part, draw_seeds(1, len(part), learning.generator))
-        return {"mean": mean, "power": power, "undefended": coordinates.rows(honest)}
+        return {**simulated, "undefended": coordinates.rows(honest)}
 
     done = 0
     for part in torch.split(groups, clients.chunk(groups.shape[1])):
@@ -248,6 +288,7 @@ def simulated_directions(
         found = learning.once(f"directions-{done}", partial(simulate, part))
         rows[here] = found["mean"]
         squares += found["power"]
+        kept[:, here] = found["sent"].to(kept)
         if undefended is not None:
             undefended[here] = found["undefended"]
         steps.add(draws * len(part))
@@ -266,7 +307,7 @@ def simulated_directions(
     for form, part in zip(coordinates.forms, each, strict=True):
         directions[form, first : first + part.shape[1]] = part
         first += part.shape[1]
-    return directions
+    return directions, kept
 
 
 def simulated_features(
@@ -278,6 +319,7 @@ def simulated_features(
     part_name: str,
     learning: Learning,
     steps: Steps,
+    kept: Tensor | None = None,
 ) -> Tensor:
     """What clients send, projected on directions: ``[draws, clients, directions]``.
 
@@ -290,10 +332,16 @@ def simulated_features(
         part_name: a name for these clients, under which finished parts are kept.
         learning: the attacker's randomness, and where finished parts are kept.
         steps: counts draws.
+        kept: ``[draws, clients, values]``, what the first of these clients have sent already (`simulated_directions`).
     """
+    table = torch.empty(draws, len(groups), directions.shape[1], device=clients.task.device)
+    kept = table.new_empty(0, 0, coordinates.count) if kept is None else kept[:draws]
+    for number, sent in enumerate(kept):
+        for places in torch.split(torch.arange(len(sent)), _TOGETHER):
+            table[number, places] = coordinates.in_all_forms(sent[places].to(table)) @ directions
 
-    def simulate(part: Tensor) -> dict[str, Tensor]:
-        drawn = clients.draws(part, draw_seeds(draws, len(part), learning.generator))
+    def simulate(count: int, part: Tensor) -> dict[str, Tensor]:
+        drawn = clients.draws(part, draw_seeds(count, len(part), learning.generator))
         projected, waiting = [], []
         for updates in drawn:
             waiting.append(coordinates.rows(updates))
@@ -303,13 +351,14 @@ def simulated_features(
                 waiting = []
         if waiting:
             projected.append(torch.cat(waiting) @ directions)
-        return {"features": torch.cat(projected).view(draws, len(part), -1)}
+        return {"features": torch.cat(projected).view(count, len(part), -1)}
 
-    table = torch.empty(draws, len(groups), directions.shape[1], device=clients.task.device)
-    done = 0
-    for part in torch.split(groups, clients.chunk(groups.shape[1])):
-        found = learning.once(f"{part_name}-{done}", partial(simulate, part))
-        table[:, done : done + len(part)] = found["features"]
-        steps.add(draws * len(part))
-        done += len(part)
+    done, known = 0, kept.shape[1] if len(kept) else 0
+    for some, had in ((groups[:known], len(kept)), (groups[known:], 0)):
+        for part in torch.split(some, clients.chunk(groups.shape[1])):
+            if len(part) and had < draws:
+                found = learning.once(f"{part_name}-{done}", partial(simulate, draws - had, part))
+                table[had:, done : done + len(part)] = found["features"]
+                steps.add((draws - had) * len(part))
+            done += len(part)
     return table

@@ -18,7 +18,7 @@ from gradveil.defenses import create as create_defense
 from gradveil.defenses.base import Batch
 from gradveil.task import Gradients, Task
 from gradveil.task.sensitivity import chunk_size
-from gradveil.update import Announced, LocalSteps
+from gradveil.update import Announced, LocalSteps, Memory
 
 HELD_OUT = 0.1
 """The share of the public inputs of each class on which choices are made, and which nothing is fitted to."""
@@ -94,8 +94,14 @@ class SimulatedClients:
         """
         inputs, labels = (part[groups] for part in self.public)
         if not self.together:
+            # Updates of local steps start at the same weights, but do not stay there.
+            repeated = self.defense.repeated(len(seeds)) if self.local is None and len(seeds) > 1 else None
+            simulated = replace(self, defense=repeated or self.defense)
+            memories: list[Memory] = [{} for _ in groups]
             for row in seeds.tolist():
-                shared = [self._share(*client) for client in zip(groups, inputs, labels, row, strict=True)]
+                memories = memories if repeated else [{} for _ in groups]
+                together = zip(groups, inputs, labels, row, memories, strict=True)
+                shared = [simulated._share(*client) for client in together]
                 yield {name: torch.stack([update[name] for update in shared]) for name in self.task.parameters}
             return
         parameters = self.task.parameters
@@ -119,11 +125,11 @@ class SimulatedClients:
         """What the same clients would send without the defense, in one draw of their local steps."""
         return next(replace(self, defense=create_defense("none")).draws(groups, seeds))
 
-    def _share(self, group: Tensor, inputs: Tensor, labels: Tensor, seed: int) -> Gradients:
+    def _share(self, group: Tensor, inputs: Tensor, labels: Tensor, seed: int, memory: Memory) -> Gradients:
         generator = torch.Generator(self.task.device).manual_seed(seed)
         announced = self._announcement(group, generator) if self.defense.announces else None
         return self.defense.share(
-            self.task, inputs, labels, generator=generator, memory={}, announced=announced, local=self.local
+            self.task, inputs, labels, generator=generator, memory=memory, announced=announced, local=self.local
         )
 
     def _announcement(self, group: Tensor, generator: torch.Generator) -> Announced | None:

@@ -113,18 +113,18 @@ class AttributeInference(Attack):
         count = int(attributes.max()) + 1
         cohort = Cohort.of(self.name, task, threat, generator, width=self.directions, draws=self.draws)
         clients, taught, held = cohort.clients, cohort.taught, cohort.held
-        kept = cohort.kept_draws(self.directions)
+        shown = cohort.kept_draws(self.directions)
         coordinates = Coordinates.most_telling(clients, taught, cohort.kinds, generator)
         subset = cohort.some(coordinates.width)
-        steps = Steps(learning.progress, cohort.draws * len(subset) + kept * len(taught) + len(held))
-        directions = simulated_directions(
+        steps = Steps(learning.progress, cohort.draws * len(subset) + shown * len(taught) + len(held))
+        directions, kept = simulated_directions(
             clients, coordinates, subset, cohort.shares(subset), cohort.draws, self.directions, learning, steps
         )
 
-        def features_of(whose: str, groups: Tensor, drawn: int) -> Tensor:
-            return simulated_features(clients, coordinates, directions, groups, drawn, whose, learning, steps)
+        def features_of(whose: str, groups: Tensor, drawn: int, kept: Tensor | None = None) -> Tensor:
+            return simulated_features(clients, coordinates, directions, groups, drawn, whose, learning, steps, kept)
 
-        features, shares = features_of("taught", taught, kept), cohort.shares(taught)
+        features, shares = features_of("taught", taught, shown, kept), cohort.shares(taught)
         centres = centres_of(features.mean(0), shares)
 
         def examples(groups: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:

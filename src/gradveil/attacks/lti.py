@@ -22,7 +22,13 @@ from gradveil.attacks._inverse import (
 )
 from gradveil.attacks._learned import Learning
 from gradveil.attacks._limits import CLIENTS, with_chosen_limits
-from gradveil.attacks._reduction import Coordinates, centres_of, simulated_directions, simulated_features
+from gradveil.attacks._reduction import (
+    Coordinates,
+    centres_of,
+    draws_kept,
+    simulated_directions,
+    simulated_features,
+)
 from gradveil.attacks._simulation import (
     Cohort,
     Steps,
@@ -152,7 +158,9 @@ class LTI(Attack):
         subset = cohort.some(coordinates.width)
         tried = subset[:CLIENTS]
         network = self.form != "linear"
-        drawn = cohort.draws * len(subset) + cohort.kept_draws(self.directions) * len(taught)
+        shown = cohort.kept_draws(self.directions)
+        twice = min(shown, draws_kept(clients, coordinates, len(subset), cohort.draws)) * len(subset)
+        drawn = cohort.draws * len(subset) + shown * len(taught) - twice
         simulated = len(tried) + drawn + len(held)
         steps = Steps(learning.progress, simulated + network * self.networks * self.epochs * len(taught))
 
@@ -160,12 +168,12 @@ class LTI(Attack):
         targets = flat[tried].flatten(1)
         coordinates = with_chosen_limits(clients, coordinates, tried, cohort.shares(tried), targets, learning, steps)
         subset = cohort.some(coordinates.width)
-        directions = simulated_directions(
+        directions, kept = simulated_directions(
             clients, coordinates, subset, cohort.shares(subset), cohort.draws, self.directions, learning, steps
         )
 
-        def features_of(whose: str, groups: Tensor, count: int) -> Tensor:
-            return simulated_features(clients, coordinates, directions, groups, count, whose, learning, steps)
+        def features_of(whose: str, groups: Tensor, count: int, kept: Tensor | None = None) -> Tensor:
+            return simulated_features(clients, coordinates, directions, groups, count, whose, learning, steps, kept)
 
         one_hot = torch.nn.functional.one_hot(kinds[cohort.parts[0]], cohort.classes)
         means = centres_of(flat[cohort.parts[0]], one_hot)
@@ -173,7 +181,8 @@ class LTI(Attack):
         def examples(groups: Tensor, features: Tensor) -> Examples:
             return Examples(features, cohort.shares(groups), means[kinds[groups]], groups, flat)
 
-        features, shares = features_of("taught", taught, cohort.kept_draws(directions.shape[1])), cohort.shares(taught)
+        features = features_of("taught", taught, cohort.kept_draws(directions.shape[1]), kept)
+        shares = cohort.shares(taught)
         centres = centres_of(features.mean(0), shares)
         features -= shares @ centres
         scale = features.square().mean((0, 1)).sqrt().clamp_min(torch.finfo(features.dtype).tiny)

@@ -1,29 +1,23 @@
 """How much memory a data file may take, decided from the size that it declares before any of it is read.
 
 Reading needs at most twice the size of the result plus 64 MiB, and results above 256 MiB stay on disk until they are
-used. A file is refused if its result would be larger than `largest`, or more than a hundred times the size of the file:
+used (`core.large_arrays`). A file is refused if its result would be larger than `largest`, or more than a hundred times
+the size of the file:
 photographs, digits and scans compress by ten or less, and whatever compresses further was made to fill the memory.
 Results of up to 32 MiB are never suspicious.
 """
 
-import math
 import os
-import tempfile
-from collections.abc import Sequence
 from io import BufferedIOBase
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from gradveil.core.errors import DataError
 from gradveil.data._arrays import Array
 
 LARGEST = 8 * 2**30
 MAX_GROWTH = 100
 UNSUSPICIOUS = 32 * 2**20
-ON_DISK = 256 * 2**20
-"""From this size on, an array lies in a file that the system reads as it is used and may drop from memory."""
 MAX_PIXELS = 2**24
 """Limit for one image in a folder: 4096 x 4096. Decoders briefly need more than twice the result; 64 MiB cover that."""
 
@@ -62,29 +56,6 @@ def check_size(declared: int, stored: int) -> None:
             f"its {stored:,} bytes declare {declared:,}, more than {MAX_GROWTH} times as much, "
             "which real images never do; if these do, store them uncompressed (numpy.savez)"
         )
-
-
-def empty(shape: Sequence[int], dtype: npt.DTypeLike) -> Array:
-    """An array to be filled; a large one lies in a nameless temporary file, so that it need not stay in memory.
-
-    >>> empty((2, 3), np.uint8).shape
-    (2, 3)
-    """
-    shape, kind = tuple(shape), np.dtype(dtype)
-    size = math.prod(shape) * kind.itemsize
-    if size < ON_DISK:
-        return np.empty(shape, kind)
-    with tempfile.TemporaryFile() as file:
-        try:
-            # Without the reservation a disk that fills up later would kill the process instead of raising an error.
-            reserve = getattr(os, "posix_fallocate", None)  # not on every system
-            reserve(file.fileno(), 0, size) if reserve else file.truncate(size)
-        except OSError as error:
-            raise DataError(
-                f"{tempfile.gettempdir()}: expected room for {size:,} bytes of unpacked data, got {error.strerror}; "
-                "free some, or set TMPDIR to another folder"
-            ) from error
-        return np.memmap(file, kind, "r+", shape=shape)
 
 
 def fill(array: Array, source: _Readable | BufferedIOBase) -> int:

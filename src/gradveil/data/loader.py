@@ -9,10 +9,10 @@ import torch
 
 from gradveil.core import checks
 from gradveil.core.errors import DataError, UnknownNameError
+from gradveil.core.large_arrays import empty
 from gradveil.core.registry import Registry
 from gradveil.data import catalog, places
 from gradveil.data._arrays import Array, Arrays, Labelled, hold_out, images_at_once, reading, resize
-from gradveil.data._limits import empty
 from gradveil.data.dataset import Dataset, Split
 from gradveil.data.formats import read
 from gradveil.data.npz import read_arrays

@@ -9,8 +9,9 @@ from typing import IO, Any
 import numpy as np
 from numpy.lib import format as npy
 
+from gradveil.core.large_arrays import empty
 from gradveil.data._arrays import Array, open_regular, reading
-from gradveil.data._limits import check_size, empty, fill
+from gradveil.data._limits import check_size, fill
 
 MAX_MEMBERS = 1000
 MAX_DIRECTORY = 2**20

@@ -15,7 +15,7 @@ from torch import Tensor
 from gradveil.core.errors import InputError, ParameterError
 from gradveil.core.randomness import Source, derived_generator, source_of
 from gradveil.core.tensors import Tensors, shapes_of
-from gradveil.defenses.base import Batch, Prepared, StepDefense, check_result, checked_gradients
+from gradveil.defenses.base import Batch, Defense, Prepared, StepDefense, check_result, checked_gradients
 from gradveil.defenses.knowledge import NOTHING_TO_KNOW, Knowledge, each_round, read_weighted, typical_variance
 from gradveil.task import Gradients, Task
 from gradveil.update import ClientRound, LocalSteps, Memory, Update, sizes_of, variance_factor
@@ -174,6 +174,12 @@ class SensitivityNoise(SensitivityDriven):
         mean = float(torch.cat([value.double().flatten() for value in variance.values()]).mean())
         prior = Knowledge("weighs a prior by the mean noise", expect=expect, variance=mean)
         return {"prior": prior, "weighted": weighted}
+
+    def repeated(self, times: int) -> Defense | None:
+        """The local form with one sensitivity for all updates: they differ in their noise."""
+        if self.form == "global" or self.every > 1 or self.idle:
+            return None
+        return type(self)(**{**self.parameters, "every": times})
 
     def checked(self, noisy: Gradients) -> Gradients:
         """The noisy gradients; refused if they are not finite."""

@@ -145,6 +145,14 @@ class Defense(Method, ABC):
         )
         return self.make_update(client)
 
+    def repeated(self, times: int) -> "Defense | None":
+        """A defense that makes so many updates of one batch at the same weights with less work than this one.
+
+        Each by itself is distributed as this one's; together they may be less different. They need a memory of their
+        own, and single steps. None, the default: there is no such defense.
+        """
+        return None
+
     def announce(
         self,
         task: Task,
