@@ -311,19 +311,19 @@ class _Comparison:
         for number in range(1, self.attack.passes + 1):
             values, weights = reading
             weights = torch.ones_like(values) if weights is None else weights
-            targets, used = (values - compared.shifts[0])[None], weights > 0
+            targets = (values - compared.shifts[0])[None]
             said = torch.cat([targets[0] * weights, weights])
             settled = torch.equal(said, previous)
             if model is None or not settled:
-                model, previous = _Model(rows[:, used], self.share, grams.under(weights), weights[used]), said
+                model, previous = _Model(rows, self.share, grams.under(weights), weights), said
             if settled or number == self.attack.passes:
                 break
             search = () if similar else COARSE
-            fit = model.fit_near(targets[:, used], compared.noise, fit, steps=search, final=False)
+            fit = model.fit_near(targets, compared.noise, fit, steps=search, final=False)
             reading = self._reading(effect, compared, model.sums(fit)[0], compared.shifts[0], rounds)
         assert model is not None
-        fit = model.fit_near(targets[:, used], compared.noise, fit, steps=FINAL if similar else FINE)
-        return model.scores(self.attack.form, targets[:, used], fit), fit
+        fit = model.fit_near(targets, compared.noise, fit, steps=FINAL if similar else FINE)
+        return model.scores(self.attack.form, targets, fit), fit
 
     def _reading(
         self, effect: Knowledge, compared: "_Compared", sums: Tensor, shift: Tensor, rounds: Sequence[Gradients]
@@ -425,7 +425,7 @@ class _Model:
 
     def __init__(self, rows: Tensor, share: float, gram: Tensor, weights: Tensor | None = None) -> None:
         self.rows, self.share, self.gram, self.weights = rows, share, gram, weights
-        self.ridge = DualRidge(gram, rows.shape[1])
+        self.ridge = DualRidge(gram, rows.shape[1] if weights is None else int((weights > 0).sum()))
 
     def fit(self, targets: Tensor, noise: Tensor) -> Fit:
         """Fit updates ``[updates, values]`` with known variances of noise ``[updates]``."""
