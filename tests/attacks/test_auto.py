@@ -136,6 +136,45 @@ def test_a_closed_form_that_is_exact_ends_the_trials():
     assert list(attack.chosen["closeness"]) == ["first-layer"]
 
 
+def test_a_search_that_was_cut_short_is_compared_as_it_would_attack(monkeypatch, tiny_task):
+    calibration = Calibration.of(tiny_task, gradveil.ThreatModel(), Learning(torch.Generator().manual_seed(0)))
+    price = Price(0.0, 0.001)
+
+    def tried(member, closeness, iterations=10):
+        attack = member.attack(iterations)
+        return Trial(member, price, attack, 4 * [closeness], 4 * [0.1])
+
+    learns, search, other = (
+        Member("lti:form=linear"),
+        Member("idlg", 500),
+        Member("inverting-gradients:optimiser=lbfgs,tv=0.001", 500),
+    )
+    asked = []
+
+    def again(_calibration, member, _price, attack, *_rest):
+        asked.append(attack)
+        return tried(member, 30.0, 300)
+
+    monkeypatch.setattr(Calibration, "trial", again)
+    attack, refused = gradveil.attack("auto", seconds=0.3), {}
+    slow, fast = tried(search, 12.0), tried(other, 11.0)
+    leads = Trial(learns, Price(0.0, 0.0), learns.attack(), 4 * [15.0], 4 * [0.5])
+    compared = attack._with_a_fair_search([slow, leads, fast], calibration, refused)
+    assert [one.iterations for one in asked] == [300]
+    assert [one.median for one in compared] == [30.0, 15.0, 11.0]
+    assert attack._with_a_fair_search(compared, calibration, refused) == compared  # a search leads
+    whole = tried(search, 12.0, 300)
+    assert attack._with_a_fair_search([whole, leads], calibration, refused) == [whole, leads]  # it was not cut short
+    assert len(asked) == 1
+
+    def refuses(*_):
+        raise ThreatModelError("not here")
+
+    monkeypatch.setattr(Calibration, "trial", refuses)
+    assert attack._with_a_fair_search([slow, leads, fast], calibration, refused) == [leads, fast]
+    assert refused == {"idlg": "not here"}
+
+
 def test_it_fits_itself_if_nobody_did(monkeypatch, tiny_task, tiny_batch):
     monkeypatch.setattr("gradveil.attacks.auto.PORTFOLIO", SMALL[:1])
     update = gradveil.defense("none").share(tiny_task, tiny_batch[0][:1], tiny_batch[1][:1])

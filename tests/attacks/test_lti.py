@@ -453,6 +453,19 @@ def test_a_blend_that_saves_next_to_nothing_is_not_used(monkeypatch):
     assert 0.98 < least / error < 1
 
 
+def test_of_a_network_that_is_no_better_than_the_linear_map_nothing_is_kept_that_does_not_help(monkeypatch):
+    """Its errors are those of the linear map and a little more, so that every share of it only costs."""
+    truth, noise = torch.rand(4000, 9, generator=seeded(0)), 0.43 * torch.randn(4000, 9, generator=seeded(1))
+    features = truth + noise
+    places = torch.arange(4000)[:, None]
+    held = Examples(features[None], torch.ones(4000, 1), torch.zeros(4000, 1, 9), places, truth)
+    network = lambda _features, _shares, _guesses: (truth + 1.001 * noise)[:, None]  # noqa: E731
+    monkeypatch.setattr(_inverse, "_ROWS", 4000)
+    share, error = _inverse.best_share([network], torch.eye(9), held, None)
+    assert share == 0
+    assert error == pytest.approx(0.43**2, rel=0.02)
+
+
 def test_the_linear_part_of_a_blend_stays_within_bounds():
     guesses, shares = torch.zeros(1, 1, 2), torch.ones(1, 1)
     network = lambda *_: torch.full((1, 1, 2), 0.5)  # noqa: E731

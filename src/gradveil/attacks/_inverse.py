@@ -249,12 +249,14 @@ def best_share(
     The errors of both have little in common: measured on held-out digits under Soteria, from 1,796 public ones, the
     linear map leaves a squared error of .0161, the network .0157, and half of each .0131. But the linear map's errors
     look like noise, which hides more than their squares say: digits under Gaussian noise of .3 lose an SSIM of .07 to a
-    blend that has 1 % less squared error. So the share is 1 unless less of it lowers the error by `WORTHWHILE`.
+    blend that has 1 % less squared error. So the share is 1 unless less of it lowers the error by `WORTHWHILE`, or the
+    networks are no better than the linear map: then they have found nothing that a blend could hide.
     """
     shares = [tenths / 10 for tenths in range(11)]
     errors = [error_of(blend_of(networks, linear, share, bounds), held) for share in shares]
     share, error = min(zip(shares, errors, strict=True), key=lambda pair: pair[1])
-    return (share, error) if error < (1 - WORTHWHILE) * errors[-1] else (shares[-1], errors[-1])
+    worthwhile = error < (1 - WORTHWHILE) * errors[-1] or errors[0] <= errors[-1]
+    return (share, error) if worthwhile else (shares[-1], errors[-1])
 
 
 def untrained_layers(sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:

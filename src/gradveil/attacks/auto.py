@@ -68,8 +68,10 @@ class Auto(Attack):
     finds).
 
     The budget is counted, not timed (see `gradveil.core.work.nominal_seconds`), so that the same call finds the same on
-    every machine, however busy. Trying the portfolio costs as much as attacking four victims. No search is cut to fewer
-    than 100 iterations, 20 while it is tried, so on large networks it takes longer than the budget says.
+    every machine, however busy. Trying the portfolio costs as much as attacking four victims. If what leads then is no
+    search, the best search is tried again with all the iterations that it would attack with, at the same cost. No
+    search is cut to fewer than 100 iterations, 20 while it is tried, so on large networks it takes longer than the
+    budget says.
 
     Args:
         seconds: nominal seconds of one core for each victim.
@@ -103,8 +105,10 @@ class Auto(Attack):
     learned: Tensors | None = state()
 
     def budgeted(self, victims: int) -> tuple[float, float]:
-        """As `Attack.budgeted`: all searches together are tried for as long as the simulated clients may take."""
-        return (CLIENTS + LEARNING) * self.seconds, victims * self.seconds
+        """As `Attack.budgeted`: all searches together are tried for as long as the simulated clients may take, the best
+        of them perhaps for as long again.
+        """
+        return (2 * CLIENTS + LEARNING) * self.seconds, victims * self.seconds
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what no member can attack, with their reasons."""
@@ -191,7 +195,25 @@ class Auto(Attack):
                 trials.append(calibration.trial(member, prices[member], attack, LEARNING * self.seconds, part))
             except GradveilError as error:
                 refused[member.spec] = str(error)
-        return trials
+        return self._with_a_fair_search(trials, calibration, refused)
+
+    def _with_a_fair_search(
+        self, trials: list[Trial], calibration: Calibration, refused: dict[str, str]
+    ) -> list[Trial]:
+        """Try the best search again as it would attack, if what leads was not cut short as all searches were."""
+        searches = [trial for trial in trials if trial.member.steps is not None]
+        if not searches or max(trials, key=lambda trial: trial.median) in searches:
+            return trials
+        best = max(searches, key=lambda trial: trial.median)
+        attack = self._armed(best, sharing=1)
+        if attack == best.attack:
+            return trials
+        try:
+            again = calibration.trial(best.member, best.price, attack, 0.0, None)
+        except GradveilError as error:
+            refused[best.member.spec] = str(error)
+            return [trial for trial in trials if trial is not best]
+        return [again if trial is best else trial for trial in trials]
 
     def _armed(self, trial: Trial, sharing: int) -> Attack:
         """A member with all the iterations that the budget allows if `sharing` members share it."""
