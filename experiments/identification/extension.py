@@ -3,7 +3,8 @@
 identification: games with one pool of candidates from the test split. If asked for, some epochs of SGD on the training
 split come first (`trained`); these weights are kept in the folder `checkpoints`, for the other cases. Cases that differ
 only in how much of a batch is among the candidates have the same candidates, so they are attacked together; plain and
-adaptive attackers see the same updates.
+adaptive attackers see the same updates. With `clients` "shared" they have the same clients, too: each case is a
+question about the same updates, from whose candidates the rest of the batch has been taken out.
 """
 
 import json
@@ -18,7 +19,7 @@ import gradveil
 from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks.problem import Progress
 from gradveil.audit import cases
-from gradveil.audit.games import INCLUSIONS, Games, draw_games, play, send
+from gradveil.audit.games import INCLUSIONS, Games, draw_games, included, play, send
 from gradveil.audit.store import slug
 from gradveil.core.randomness import derived_generator
 from gradveil.core.storage import save_atomically
@@ -68,6 +69,7 @@ class Together:
         self.attack = gradveil.attack(case["attack"])
         defense, public = gradveil.defense(case["defense"]), public_of(case, task)
         self.prepared = cases.prepare(task, defense, self.attack, public=public, seed=case["seed"])
+        self.shared = case.get("clients") == "shared" and case["batch_size"] > 1
         self.fits = len(INCLUSIONS) * case["games"] * task.size <= MOST_VALUES and case["batch_size"] > 1
         self._sent: dict[str, tuple[Games, list[Update]]] = {}
         self._found: dict[tuple[str, bool], tuple[Tensor, float]] = {}
@@ -75,6 +77,8 @@ class Together:
     def play(self, inclusion: str, adaptive: bool, progress: Progress) -> tuple[Tensor, Tensor, float]:
         """The members and the scores ``[games, candidates]`` of a case, and the seconds that the attack took."""
         adaptive = adaptive and self._tells_something()
+        if self.shared:
+            return self._ask(inclusion, adaptive, progress)
         if (inclusion, adaptive) not in self._found:
             sent = {each: self._send(each) for each in (INCLUSIONS if self.fits else [inclusion])}
             found = play(
@@ -90,6 +94,30 @@ class Together:
             for each, scores in zip(sent, found.scores.cpu().split(self.case["games"]), strict=True):
                 self._found[each, adaptive] = scores, found.seconds / len(sent)
         return self._sent[inclusion][0].members, *self._found[inclusion, adaptive]
+
+    def _ask(self, inclusion: str, adaptive: bool, progress: Progress) -> tuple[Tensor, Tensor, float]:
+        """As `play`, with one update for all inclusions."""
+        games, updates = self._send("batch")
+        asked = questions(games, self.case["candidates"])
+        key = "all", adaptive
+        if key not in self._found:
+            found = play(
+                games,
+                self.prepared,
+                self.attack,
+                updates=updates,
+                among=asked,
+                adaptive=adaptive,
+                local=local_of(self.case),
+                seed=self.case["seed"],
+                progress=progress,
+            )
+            self._found[key] = found.scores.cpu(), found.seconds / len(INCLUSIONS)
+        scores, seconds = self._found[key]
+        question = INCLUSIONS.index(inclusion)
+        among = asked[:, question]
+        members, scored = (part[among].view(len(among), -1) for part in (games.members, scores[:, question]))
+        return members, scored, seconds
 
     def _tells_something(self) -> bool:
         """Whether knowing the defense changes the attack."""
@@ -107,10 +135,29 @@ class Together:
             if not self.fits:
                 self._sent.clear()
             settings = {key: self.case[key] for key in ("games", "candidates", "batch_size", "distractors", "seed")}
+            if self.shared:
+                settings["candidates"] += self.case["batch_size"]
             games = draw_games(self.dataset.test, inclusion=inclusion, **settings)
             updates = send(games, self.prepared, local=local_of(self.case), seed=self.case["seed"])
             self._sent[inclusion] = games, updates
         return self._sent[inclusion]
+
+
+def questions(games: Games, candidates: int) -> Tensor:
+    """For each game and inclusion, ``[games, inclusions, pool]``, the candidates: some of the batch, and others.
+
+    Args:
+        games: games whose batches lie in the pool.
+        candidates: how many candidates a question is about.
+    """
+    asked = torch.zeros(len(games.batches), len(INCLUSIONS), len(games.pool), dtype=torch.bool)
+    for game, batch in enumerate(games.batches):
+        others = (~games.members[game]).nonzero().flatten()
+        for question, inclusion in enumerate(INCLUSIONS):
+            inside = included(inclusion, len(batch))
+            asked[game, question] = torch.isin(games.pool, batch[:inside])
+            asked[game, question, others[: candidates - inside]] = True
+    return asked
 
 
 @lru_cache(maxsize=1)

@@ -196,6 +196,70 @@ def test_updates_are_read_together_as_they_are_alone(spec, task, candidates):
         assert sorted(alone.topk(3).indices.tolist()) == sorted(one.topk(3).indices.tolist())
 
 
+LOCAL = gradveil.LocalSteps(epochs=2, batch_size=2, lr=0.01)
+
+
+@pytest.mark.parametrize(
+    ("spec", "attack", "adaptive", "local"),
+    [
+        ("none", "identification", False, None),
+        ("none", "identification:form=matched-filter", False, None),
+        ("none", "identification", False, LOCAL),
+        ("none", "identification:path=shared", False, LOCAL),
+        ("top-k:keep=0.3", "identification", True, None),
+        ("top-k:keep=0.3", "identification", True, LOCAL),
+        ("gradient-dropout:keep=0.6,std=0.5", "identification", True, LOCAL),
+        ("dp-sgd:noise_multiplier=0.01", "identification", True, None),
+        ("ats:policy=invert", "identification", True, None),
+    ],
+)
+def test_a_question_about_some_candidates_is_answered_as_if_there_were_no_others(
+    spec, attack, adaptive, local, task, candidates
+):
+    """Every question against a call of its own with these candidates alone."""
+    update = shared(task, candidates, [1, 6, 11], spec, local=local)
+    among = torch.stack([torch.ones(COUNT).bool(), torch.arange(COUNT) < 17, torch.arange(COUNT) % 3 > 0])[None]
+    threat = {"batch_size": 3, "adaptive": adaptive, "defense": gradveil.defense(spec), "local": local}
+    asked = gradveil.attack(attack).identify(
+        task, update, candidates, gradveil.ThreatModel(**threat), among=among, generator=seeded()
+    )
+    assert asked.scores.shape == among.shape
+    assert asked.named(1).shape == (1, 3, 1)
+    for question, scored in zip(among[0], asked.scores[0], strict=True):
+        alone = scores(task, update, [part[question] for part in candidates], attack, **threat)[0]
+        assert scored[~question].isneginf().all()
+        found = scored[question]
+        assert float(torch.corrcoef(torch.stack([alone, found]))[0, 1]) > 0.99
+        assert alone.topk(2).indices.tolist() == found.topk(2).indices.tolist()
+
+
+def test_questions_about_several_clients_with_public_examples(task, candidates):
+    games = [[1, 6], [9, 2], [20, 3]]
+    updates = [shared(task, candidates, members, "top-k:keep=0.5", seed) for seed, members in enumerate(games)]
+    public = torch.rand(30, 3, 8, 8, generator=seeded(7)), torch.arange(30) % 4
+    threat = {"batch_size": 2, "adaptive": True, "defense": gradveil.defense("top-k:keep=0.5"), "public": public}
+    among = torch.ones(3, 2, COUNT, dtype=torch.bool)
+    for victim, (_, other) in enumerate(games):
+        among[victim, 1, other] = False
+    found = gradveil.attack("identification").identify(
+        task, updates, candidates, gradveil.ThreatModel(**threat), among=among, generator=seeded()
+    )
+    assert [sorted(row.tolist()) for row in found.named(2)[:, 0]] == [sorted(members) for members in games]
+    assert found.named(1)[:, 1, 0].tolist() == [one for one, _ in games]
+    whole = scores(task, updates, candidates, **threat)
+    for one, other in zip(found.scores[:, 0], whole, strict=True):
+        assert float(torch.corrcoef(torch.stack([one, other]))[0, 1]) > 0.99
+
+
+def test_bad_questions_are_refused(task, candidates):
+    attack, update, threat = gradveil.attack("identification"), shared(task, candidates, [1]), gradveil.ThreatModel()
+    for among in (torch.ones(1, COUNT), torch.ones(2, 1, COUNT).bool(), torch.ones(1, 0, COUNT).bool()):
+        with pytest.raises(InputError, match=r"expected among=\[victims, questions, candidates\] of booleans for 1"):
+            attack.identify(task, update, candidates, threat, among=among)
+    with pytest.raises(InputError, match="expected questions about at least two candidates, got one about 1"):
+        attack.identify(task, update, candidates, threat, among=(torch.arange(COUNT) == 3)[None, None])
+
+
 def test_the_ridge_beats_the_matched_filter(task, candidates):
     games = [torch.randperm(COUNT, generator=seeded(game))[:8] for game in range(6)]
     updates, found = [shared(task, candidates, members) for members in games], []

@@ -17,6 +17,7 @@ from gradveil import data
 from gradveil.attacks import ATTACKS
 from gradveil.core.errors import DataError, ParameterError
 from gradveil.defenses import DEFENSES
+from gradveil.federation.job import as_batch
 
 ROOT = Path(__file__).parents[2]
 DATA = os.environ.get("GRADVEIL_DATA")
@@ -474,3 +475,25 @@ def test_cases_with_the_same_candidates_are_attacked_together_as_alone(tmp_path)
         same, alone, _ = slow.play(inclusion, True, None)
         assert torch.equal(members, same)
         torch.testing.assert_close(scores, alone, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("local", [{}, {"local": {"epochs": 2, "lr": 0.05}}])
+def test_cases_with_the_same_clients_are_questions_about_the_same_updates(tmp_path, local):
+    """The slow way makes a call for each game and inclusion, with that question's candidates alone."""
+    extension = run.Experiment(ROOT / "experiments" / "identification").extension
+    case = {"seed": 0, "dataset": "mnist", "model": "lenet:init=uniform", "attack": "identification", **local}
+    case |= {"candidates": 40, "games": 3, "distractors": "class", "defense": "none", "clients": "shared"}
+    fast = extension["Together"]({**case, "batch_size": 8}, tmp_path)
+    games, updates = fast._send("batch")
+    asked = extension["questions"](games, 40)
+    threat = gradveil.ThreatModel(batch_size=8, local=gradveil.LocalSteps(2, None, 0.05) if local else None)
+    for question, (inclusion, inside) in enumerate({"batch": 8, "eighth": 1, "one": 1}.items()):
+        members, scores, _ = fast.play(inclusion, False, None)
+        assert members.shape == scores.shape == (3, 40)
+        assert members.sum(1).tolist() == 3 * [inside]
+        for game, update in enumerate(updates):
+            pool = games.pool[asked[game, question]]
+            assert torch.equal(torch.isin(pool, games.batches[game]), members[game])
+            candidates = as_batch(fast.prepared.task, games.split.batch(pool))
+            alone = gradveil.attack("identification").identify(fast.prepared.task, update, candidates, threat).scores[0]
+            assert float(torch.corrcoef(torch.stack([alone, scores[game].to(alone)]))[0, 1]) > 0.99

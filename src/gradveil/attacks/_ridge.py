@@ -60,6 +60,7 @@ class WeightedGrams:
 
     Args:
         rows: ``[rows, values]``.
+        whole: their Gram matrix with all weights 1; None: it is computed.
 
     Example:
         >>> rows, weights = torch.rand(3, 8), torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.5, 1.0])
@@ -68,9 +69,9 @@ class WeightedGrams:
     """
 
     def __init__(self, rows: Tensor, whole: Tensor | None = None) -> None:
-        self.rows = rows
-        ones, whole = torch.ones_like(rows[0]), weighted_gram(rows) if whole is None else whole
-        self._fixed = [(torch.zeros_like(ones), torch.zeros_like(whole)), (ones, whole)]
+        self.rows, self.whole = rows, weighted_gram(rows) if whole is None else whole
+        ones = torch.ones_like(rows[0])
+        self._fixed = [(torch.zeros_like(ones), torch.zeros_like(self.whole)), (ones, self.whole)]
         self._last = self._fixed[1]
 
     def under(self, weights: Tensor) -> Tensor:

@@ -7,13 +7,22 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 import torch
+from torch import Tensor
 
 from gradveil.attacks._adaptive import find_knowledge
 from gradveil.attacks._labels import check_inferable, find_labels
 from gradveil.attacks._learned import Learning, learned_once
 from gradveil.attacks._restarts import best_of
 from gradveil.attacks.findings import Attributes, Findings, Identification, Membership, Reconstruction
-from gradveil.attacks.problem import Observed, Problem, Progress, checked_candidates, granted_public, observed_rounds
+from gradveil.attacks.problem import (
+    Observed,
+    Problem,
+    Progress,
+    checked_candidates,
+    checked_questions,
+    granted_public,
+    observed_rounds,
+)
 from gradveil.attacks.threat import ThreatModel
 from gradveil.core.errors import ThreatModelError
 from gradveil.core.parameters import has_all_state, state_fields
@@ -52,6 +61,7 @@ class Attack(Method, ABC):
     uses_public: ClassVar[bool] = False  # True: does better with public data, but works without
     learning_victims: ClassVar[float] = 150  # roughly: learning takes as long as attacking so many; audits plan with it
     finds: ClassVar[type[Findings]] = Reconstruction  # what `run` returns, which decides how it is called
+    takes_questions: ClassVar[bool] = False  # True: answers questions about some of the candidates, `Problem.among`
     simulates: ClassVar[bool] = False  # True: learned from simulated updates, so it sees raw ones and no `Knowledge`
     restarts: int = 1  # number of starting points; an attack may declare a parameter of this name
 
@@ -161,20 +171,27 @@ class Attack(Method, ABC):
         candidates: Batch,
         threat: ThreatModel,
         *,
+        among: Tensor | None = None,
         generator: torch.Generator | None = None,
         progress: Progress = None,
     ) -> Identification:
         """Say how likely each candidate is to be among the examples behind an update, or behind each of several.
+
+        Several questions about the same updates cost less than as many calls: candidates' gradients serve all.
 
         Args:
             task: the model at the weights the victims were sent, in the first round if there are several.
             updates: what the server saw of each victim, as for `reconstruct`.
             candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, the same for all victims.
             threat: what the attacker may know and use.
+            among: ``[victims, questions, N]``, True for the candidates that each question is about; it is answered as
+                if there were no others. None: one question, about all of them.
             generator: the attacker's randomness; default: fresh entropy.
             progress: called with (steps done, total steps, seconds left).
         """
-        return self._score(Identification, task, updates, candidates, threat, generator, progress)
+        if among is not None and not self.takes_questions:
+            raise ThreatModelError(f"{self.name}: takes no questions about some of the candidates; leave out among=")
+        return self._score(Identification, task, updates, candidates, threat, generator, progress, among)
 
     def find_members(
         self,
@@ -231,12 +248,14 @@ class Attack(Method, ABC):
         threat: ThreatModel,
         generator: torch.Generator | None,
         progress: Progress,
+        among: Tensor | None = None,
     ) -> F:
         self._check_finds(kind)
         with timed(task.device) as took:
             problem = self.pose(task, updates, threat, generator or fresh_generator(task.device))
             checked = checked_candidates(self.name, task, candidates, threat.batch_size)
-            found = self._found(kind, replace(problem, candidates=checked, progress=progress))
+            asked = among if among is None else checked_questions(self.name, among, problem.victims, len(checked[0]))
+            found = self._found(kind, replace(problem, candidates=checked, among=asked, progress=progress))
         return replace(found, seconds=took.seconds)
 
     def _check_finds(self, kind: type[Findings]) -> None:

@@ -101,8 +101,9 @@ class Identification(Findings):
     """How likely each of some candidates is to be among the examples behind an update.
 
     Args:
-        scores: ``[victims, candidates]``; the higher, the more likely. They rank the candidates of one victim; scores
-            of different victims have different units.
+        scores: ``[victims, candidates]``, or ``[victims, questions, candidates]`` if some were asked
+            (`Attack.identify`), with minus infinity for candidates that a question is not about; the higher, the more
+            likely. They rank the candidates of one victim; scores of different victims have different units.
 
     Example:
         >>> import torch
@@ -113,13 +114,13 @@ class Identification(Findings):
     scores: Tensor
 
     def named(self, count: int) -> Tensor:
-        """The places of the `count` most likely candidates of each victim, ``[victims, count]``, best first.
+        """The places of the `count` most likely candidates of each victim, ``[victims, ..., count]``, best first.
 
         Args:
             count: how many, usually the size of the batch.
         """
-        checks.integer("Identification", "count", count, low=1, high=self.scores.shape[1])
-        return self.scores.topk(count, dim=1).indices
+        checks.integer("Identification", "count", count, low=1, high=self.scores.shape[-1])
+        return self.scores.topk(count, dim=-1).indices
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Identification: which of some candidates did the client train on?"""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -118,6 +119,7 @@ class CandidateIdentification(Attack):
     adapts = True
     finds_labels = True
     finds = Identification
+    takes_questions = True
 
     form: str = choice("ridge", FORMS)
     coordinates: int = integer(100_000, low=1)
@@ -162,20 +164,26 @@ class _Comparison:
         self.chosen = ChosenValues(task, attack.coordinates, problem.generator)
         self.tasks = [round_task for round_task, _ in problem.rounds]
         if task.has_batch_statistics and threat.batch_size > 1:
+            if problem.among is not None:
+                raise ThreatModelError(
+                    f"{attack.name}: fixes batch statistics by all candidates, so it takes no questions about some of "
+                    "them here; leave out among="
+                )
             self.tasks = [
                 with_fixed_norms(round_task, self.candidates[0], threat.batch_size, problem.generator)
                 for round_task in self.tasks
             ]
 
     def scores(self) -> Tensor:
-        """The scores ``[victims, candidates]``."""
+        """The scores ``[victims, candidates]``, or of each question, see `Identification`."""
         variants = [(effect, path) for effect in self._effects() for path in self._paths()]
         victims, count = self.problem.victims, len(self.candidates[0])
         tables = sum(victims if self._by_victim(*variant) else 1 for variant in variants)
         steps = Steps(self.problem.progress, tables * count + len(variants) * victims)
         found = [self._scored(*variant, steps) for variant in variants]
         best = torch.stack([cost for _, cost in found]).argmin(0)
-        return torch.stack([scores for scores, _ in found])[best, torch.arange(victims, device=best.device)]
+        scores = torch.stack([scores for scores, _ in found])[best, torch.arange(len(best), device=best.device)]
+        return scores if self.problem.among is None else scores.view(self.problem.among.shape)
 
     def _effects(self) -> list[Knowledge]:
         """What the defense may do; which of it is the case is chosen for each victim by the marginal likelihood."""
@@ -197,32 +205,37 @@ class _Comparison:
         return bool(path == "midpoint" or effect.task or (effect.expect and len(self.tasks) > 1))
 
     def _scored(self, effect: Knowledge, path: str, steps: Steps) -> tuple[Tensor, Tensor]:
-        """The scores of all victims, and what the fit costs each."""
-        victims, last = list(range(self.problem.victims)), None
+        """The scores of all victims, question by question, and what each fit costs."""
+        victims, last = list(range(self.problem.victims)), dict[int, _Compared]()
         parts: list[tuple[Tensor, Tensor]] = []
         for group in [[victim] for victim in victims] if self._by_victim(effect, path) else [victims]:
             updates = [self._updates(victim) for victim in group]
-            last = self._compared(effect, path, updates, last, steps)
-            parts.append(self._read(effect, last, updates))
+            table = self._table(effect, path, updates, steps)
+            for places, question, asked in self._questions(group):
+                seen = [updates[place] for place in places]
+                last[question] = self._compared(effect, path, table.of(places), asked, seen, last.get(question))
+                parts.append(self._read(effect, last[question], seen))
             steps.add(len(group))
         scores, costs = (torch.cat([part[number] for part in parts]) for number in (0, 1))
         return scores[:, : self.count], costs
 
-    def _compared(
-        self,
-        effect: Knowledge,
-        path: str,
-        updates: Sequence[Sequence[Gradients]],
-        similar: "_Compared | None",
-        steps: Steps,
-    ) -> "_Compared":
-        """The updates of some victims, compared with one table of gradients.
+    def _questions(self, group: list[int]) -> Iterator[tuple[list[int], int, Tensor | None]]:
+        """Places in a group of victims, the number of a question about them, and which rows it is about (None: all)."""
+        if self.problem.among is None:
+            yield list(range(len(group))), 0, None
+            return
+        for place, victim in enumerate(group):
+            for question, among in enumerate(self.problem.among[victim].to(self.candidates[0].device)):
+                public = torch.arange(self.count, len(self.candidates[0]), device=among.device)
+                yield [place], question, torch.cat([among.nonzero().flatten(), public])
+
+    def _table(self, effect: Knowledge, path: str, updates: Sequence[Sequence[Gradients]], steps: Steps) -> "_Table":
+        """The gradients that the updates of some victims are compared with.
 
         Args:
             effect: what the defense does.
             path: where on the paths of local steps gradients are taken.
             updates: what was seen of each victim, round by round.
-            similar: what another victim was compared with; its penalty is a good guess.
             steps: counts candidates.
         """
         mean = [
@@ -236,15 +249,37 @@ class _Comparison:
         shifts = torch.zeros_like(targets) if offset is None else self._row(offset).expand_as(targets)
         noise = torch.tensor([_noise(effect, rounds) for rounds in updates], dtype=torch.float64).to(rows.device)
         # Gradients at the middle of a path stand for those along it, an error far above that of single precision.
-        model = _Model(rows, self.share, weighted_gram(rows, exact=path != "midpoint"))
+        grams = WeightedGrams(rows, weighted_gram(rows, exact=path != "midpoint"))
+        return _Table(clients, grams, targets, shifts, noise)
+
+    def _compared(
+        self,
+        effect: Knowledge,
+        path: str,
+        table: "_Table",
+        asked: Tensor | None,
+        updates: Sequence[Sequence[Gradients]],
+        similar: "_Compared | None",
+    ) -> "_Compared":
+        """The updates of some victims, compared with rows of a table.
+
+        Args:
+            effect: what the defense does.
+            path: where on the paths of local steps gradients are taken.
+            table: the rows, and the updates as rows.
+            asked: the places of the rows; None: all.
+            updates: what was seen of each victim, round by round.
+            similar: what another victim was compared with; its penalty is a good guess.
+        """
+        model = _Model(table.grams.rows, self.share, table.grams.whole, asked=asked)
+        targets = table.targets - table.shifts
         if similar is None:
-            fits = model.fit(targets - shifts, noise)
+            fits = model.fit(targets, table.noise)
         else:
-            fits = model.fit_near(
-                targets - shifts, noise, similar.fits, steps=COARSE if effect.read else FINE, final=not effect.read
-            )
-        compared = _Compared(clients, model, targets, shifts, noise, fits)
-        if path == "shared" and len(updates) > 1 and effect.expect is None:
+            search = COARSE if effect.read else FINE
+            fits = model.fit_near(targets, table.noise, similar.fits, steps=search, final=not effect.read)
+        compared = _Compared(table, model, fits)
+        if path == "shared" and self.problem.victims > 1 and effect.expect is None:
             return self._on_own_paths(compared, updates)
         return compared
 
@@ -253,17 +288,17 @@ class _Comparison:
 
         It is done again with the new fit, and each time only for the updates that become more likely by it.
         """
-        rows, clients, without = compared.model.rows, compared.clients, compared.shifts
+        rows, clients, without = compared.model.rows, compared.table.clients, compared.table.shifts
         changing = list(range(len(updates)))
         for _ in range(self.attack.passes):
             changes = []
             for sums, victim in zip(compared.model.sums(compared.fits.of(changing)).to(rows), changing, strict=True):
-                places, weights = _representatives(sums)
+                places, weights = _representatives(sums, compared.model.asked)
                 there = replace(clients, tasks=self._half_way(updates[victim])).weighted_sum(places, weights)
                 changes.append(self._row(there) - weights @ rows[places])
             tried = compared.of(changing)
-            shifts = without[changing] + torch.stack(changes)
-            tried = replace(tried, shifts=shifts, fits=compared.model.fit(tried.targets - shifts, tried.noise))
+            table = replace(tried.table, shifts=without[changing] + torch.stack(changes))
+            tried = replace(tried, table=table, fits=compared.model.fit(table.targets - table.shifts, table.noise))
             compared, changing = compared.improved(tried, changing)
             if not changing:
                 break
@@ -273,26 +308,25 @@ class _Comparison:
         self, effect: Knowledge, compared: "_Compared", updates: Sequence[Sequence[Gradients]]
     ) -> tuple[Tensor, Tensor]:
         """Score candidates by what the updates say, given what is fitted; fit that, and read again."""
-        model, fits, targets = compared.model, compared.fits, compared.targets - compared.shifts
-        grams = WeightedGrams(model.rows, model.gram)
+        table, model, fits = compared.table, compared.model, compared.fits
+        targets = table.targets - table.shifts
         for _ in range(self.attack.passes if effect.read else 0):
-            readings = list(map(partial(self._reading, effect, compared), model.sums(fits), compared.shifts, updates))
+            readings = list(map(partial(self._reading, effect, compared), model.sums(fits), table.shifts, updates))
             if any(weights is not None for _, weights in readings):
                 alone: list[tuple[Tensor, Fit]] = []
                 for place, reading in enumerate(readings):
                     similar = alone[-1][1] if alone else None
                     one = compared.of([place])
-                    alone.append(self._read_alone(effect, one, grams, updates[place], reading, similar))
+                    alone.append(self._read_alone(effect, one, updates[place], reading, similar))
                 return torch.cat([scores for scores, _ in alone]), torch.cat([fit.cost for _, fit in alone])
-            targets = torch.stack([values for values, _ in readings]) - compared.shifts
-            fits = model.fit(targets, compared.noise)
+            targets = torch.stack([values for values, _ in readings]) - table.shifts
+            fits = model.fit(targets, table.noise)
         return model.scores(self.attack.form, targets, fits), fits.cost
 
     def _read_alone(
         self,
         effect: Knowledge,
         compared: "_Compared",
-        grams: WeightedGrams,
         rounds: Sequence[Gradients],
         reading: "_Reading",
         similar: Fit | None,
@@ -302,27 +336,28 @@ class _Comparison:
         Args:
             effect: what the defense does.
             compared: the comparison of this victim.
-            grams: the Gram matrices of the table.
             rounds: what was seen of the victim.
             reading: what the update says, given the first fit.
             similar: the last fit of another victim; its penalty is a good guess.
         """
-        rows, fit, model, previous = grams.rows, similar or compared.fits, None, torch.empty(0)
+        table, asked = compared.table, compared.model.asked
+        fit, model, previous = similar or compared.fits, None, torch.empty(0)
         for number in range(1, self.attack.passes + 1):
             values, weights = reading
             weights = torch.ones_like(values) if weights is None else weights
-            targets = (values - compared.shifts[0])[None]
+            targets = (values - table.shifts[0])[None]
             said = torch.cat([targets[0] * weights, weights])
             settled = torch.equal(said, previous)
             if model is None or not settled:
-                model, previous = _Model(rows, self.share, grams.under(weights), weights), said
+                gram = table.grams.under(weights)
+                model, previous = _Model(table.grams.rows, self.share, gram, weights, asked), said
             if settled or number == self.attack.passes:
                 break
             search = () if similar else COARSE
-            fit = model.fit_near(targets, compared.noise, fit, steps=search, final=False)
-            reading = self._reading(effect, compared, model.sums(fit)[0], compared.shifts[0], rounds)
+            fit = model.fit_near(targets, table.noise, fit, steps=search, final=False)
+            reading = self._reading(effect, compared, model.sums(fit)[0], table.shifts[0], rounds)
         assert model is not None
-        fit = model.fit_near(targets, compared.noise, fit, steps=FINAL if similar else FINE)
+        fit = model.fit_near(targets, table.noise, fit, steps=FINAL if similar else FINE)
         return model.scores(self.attack.form, targets, fit), fit
 
     def _reading(
@@ -330,7 +365,7 @@ class _Comparison:
     ) -> "_Reading":
         """What a victim's update says, given the sum of candidates that is fitted to it."""
         assert effect.read is not None
-        expected = self._expected(compared.clients, compared.model.rows, sums, shift)
+        expected = self._expected(compared.table.clients, compared.model.rows, sums, shift)
         evidence = [effect.read(e, u) for e, u in zip(expected, rounds, strict=True)]
         if all(each.weights is None for each in evidence):
             return self._row([each.values for each in evidence]), None
@@ -380,37 +415,54 @@ _Reading = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Compared:
-    """The updates of some victims and a table that they were compared with.
+class _Table:
+    """The updates of some victims and a table of gradients to compare them with.
 
     Args:
         clients: the table's clients.
-        model: the updates as sums of the table's rows.
+        grams: the table's rows, and their inner products.
         targets: ``[victims, values]``, the updates.
         shifts: ``[victims, values]``, what is taken from them before they are fitted.
         noise: ``[victims]``, the known variance of their noise.
-        fits: what they are fitted by.
     """
 
     clients: CandidateClients
-    model: "_Model"
+    grams: WeightedGrams
     targets: Tensor
     shifts: Tensor
     noise: Tensor
+
+    def of(self, places: list[int]) -> "_Table":
+        """The table for some of the victims."""
+        return _Table(self.clients, self.grams, self.targets[places], self.shifts[places], self.noise[places])
+
+
+@dataclass(frozen=True, eq=False)
+class _Compared:
+    """The updates of some victims, fitted.
+
+    Args:
+        table: what they are compared with.
+        model: the updates as sums of the table's rows.
+        fits: what they are fitted by.
+    """
+
+    table: _Table
+    model: "_Model"
     fits: Fit
 
     def improved(self, tried: "_Compared", places: list[int]) -> tuple["_Compared", list[int]]:
         """The comparison with another one of some victims, where that makes the updates more likely; and where."""
-        shifts = self.shifts.clone()
+        shifts = self.table.shifts.clone()
         better = (tried.fits.cost < self.fits.cost[places]).nonzero().flatten().tolist()
         chosen = [places[place] for place in better]
-        shifts[chosen] = tried.shifts[better]
-        return replace(self, shifts=shifts, fits=self.fits.with_those(chosen, tried.fits.of(better))), chosen
+        shifts[chosen] = tried.table.shifts[better]
+        fits = self.fits.with_those(chosen, tried.fits.of(better))
+        return replace(self, table=replace(self.table, shifts=shifts), fits=fits), chosen
 
     def of(self, places: list[int]) -> "_Compared":
         """The comparison of some of the victims."""
-        targets, shifts, noise = (part[places] for part in (self.targets, self.shifts, self.noise))
-        return _Compared(self.clients, self.model, targets, shifts, noise, self.fits.of(places))
+        return _Compared(self.table.of(places), self.model, self.fits.of(places))
 
 
 class _Model:
@@ -421,11 +473,15 @@ class _Model:
         share: the weight with which a member is part of the update.
         gram: ``[candidates, candidates]``, the inner products of the rows.
         weights: ``[values]``, how much each value counts; None: all count alike.
+        asked: the places of the rows that may be in the sums; None: all.
     """
 
-    def __init__(self, rows: Tensor, share: float, gram: Tensor, weights: Tensor | None = None) -> None:
-        self.rows, self.share, self.gram, self.weights = rows, share, gram, weights
-        self.ridge = DualRidge(gram, rows.shape[1] if weights is None else int((weights > 0).sum()))
+    def __init__(
+        self, rows: Tensor, share: float, gram: Tensor, weights: Tensor | None = None, asked: Tensor | None = None
+    ) -> None:
+        self.rows, self.share, self.weights, self.asked = rows, share, weights, asked
+        self.gram = gram if asked is None else gram[asked][:, asked]
+        self.ridge = DualRidge(self.gram, rows.shape[1] if weights is None else int((weights > 0).sum()))
 
     def fit(self, targets: Tensor, noise: Tensor) -> Fit:
         """Fit updates ``[updates, values]`` with known variances of noise ``[updates]``."""
@@ -441,17 +497,32 @@ class _Model:
     def _products(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         squares = targets.double().square()
         squares = (squares if self.weights is None else squares * self.weights).sum(1)
-        return weighted_products(self.rows, targets, self.weights), squares
+        return self._with_rows(targets), squares
+
+    def _with_rows(self, targets: Tensor) -> Tensor:
+        products = weighted_products(self.rows, targets, self.weights)
+        return products if self.asked is None else products[:, self.asked]
+
+    def _of_all(self, values: Tensor, others: float) -> Tensor:
+        """Values of the rows that may be in the sums as values of all rows."""
+        if self.asked is None:
+            return values
+        spread = values.new_full((len(values), len(self.rows)), others)
+        spread[:, self.asked] = values
+        return spread
 
     def sums(self, fit: Fit) -> Tensor:
         """The fitted updates as sums of candidates, ``[updates, candidates]``."""
-        return fit.coefficients + fit.of_mean[:, None] / len(self.rows)
+        return self._of_all(fit.coefficients + fit.of_mean[:, None] / len(self.gram), 0.0)
 
     def scores(self, form: str, targets: Tensor, fit: Fit) -> Tensor:
         """The scores ``[updates, candidates]`` of one of the `FORMS`."""
+        return self._of_all(self._scores(form, targets, fit), -math.inf)
+
+    def _scores(self, form: str, targets: Tensor, fit: Fit) -> Tensor:
         if form == "ridge":
             return fit.ratios
-        products, squares = weighted_products(self.rows, targets, self.weights), self.gram.diagonal()
+        products, squares = self._with_rows(targets), self.gram.diagonal()
         if form == "likelihood":
             return self.share * products - self.share**2 / 2 * squares
         return self.ridge.matched(products, squares)
@@ -486,11 +557,18 @@ def _completed(evidence: Evidence, expected: Gradients) -> tuple[Gradients, Grad
     return values, {name: torch.where(outside[name], 1.0, weight) for name, weight in weights.items()}
 
 
-def _representatives(coefficients: Tensor) -> tuple[Tensor, Tensor]:
+def _representatives(coefficients: Tensor, asked: Tensor | None) -> tuple[Tensor, Tensor]:
     """Candidates and weights whose sum of gradients stands for that of all candidates with these coefficients.
 
     Those with the largest coefficients have their own; some of the others share equally what remains.
+
+    Args:
+        coefficients: of all candidates.
+        asked: the places of those that are not zero; None: all.
     """
+    if asked is not None:
+        places, weights = _representatives(coefficients[asked], None)
+        return asked[places], weights
     order = coefficients.abs().argsort(descending=True)
     own, others = order[: _CHANGE_FROM // 2], order[_CHANGE_FROM // 2 :]
     some = others[:: max(1, len(others) // (_CHANGE_FROM // 2))]

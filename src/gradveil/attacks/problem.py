@@ -38,6 +38,8 @@ class Problem:
         execution: how to evaluate the victims, see `matching.Objective`.
         candidates: inputs ``[N, *input_shape]`` and labels ``[N, ...]``, some of which may be the victims', for an
             attack that scores candidates; None: there are none.
+        among: ``[victims, questions, N]``, True for the candidates that each question is about, see `Attack.identify`;
+            None: there is one question, about all.
 
     Example:
         >>> task = Task(torch.nn.Linear(2, 2), input_shape=(2,), classes=2)
@@ -56,6 +58,7 @@ class Problem:
     progress: Progress = None
     execution: str = "auto"
     candidates: Batch | None = None
+    among: Tensor | None = None
 
     @property
     def task(self) -> Task:
@@ -186,6 +189,25 @@ def checked_candidates(owner: str, task: Task, candidates: Batch, batch_size: in
     except InputError as error:
         raise InputError(f"{owner}: the candidates do not fit the model: {error}") from error
     return inputs, labels
+
+
+def checked_questions(owner: str, among: Tensor, victims: int, candidates: int) -> Tensor:
+    """The candidates that each question about each victim is about; refused if they do not fit, or are too few.
+
+    Args:
+        owner: the caller's name, for error messages.
+        among: see `Problem`.
+        victims: how many victims there are.
+        candidates: how many candidates there are.
+    """
+    if among.dtype != torch.bool or among.ndim != 3 or among.shape[::2] != (victims, candidates) or not among.shape[1]:
+        raise InputError(
+            f"{owner}: expected among=[victims, questions, candidates] of booleans for {victims} victims and "
+            f"{candidates} candidates, got shape {list(among.shape)} of {among.dtype}"
+        )
+    if (fewest := int(among.sum(2).min())) < 2:
+        raise InputError(f"{owner}: expected questions about at least two candidates, got one about {fewest}")
+    return among
 
 
 def observed_rounds(owner: str, task: Task, updates: Observed, threat: ThreatModel) -> list[tuple[Task, list[Update]]]:

@@ -184,6 +184,7 @@ def play(
     attack: Attack,
     *,
     updates: Sequence[Update] | None = None,
+    among: Tensor | None = None,
     adaptive: bool | str = False,
     local: LocalSteps | None = None,
     local_known: str = "full",
@@ -198,6 +199,7 @@ def play(
         prepared: the clients' defense and the model.
         attack: an attack that identifies.
         updates: what `send` returned for these games, if it was called before; None: call it.
+        among: the candidates of each question about each client, see `Attack.identify`.
         adaptive: whether the attacker knows the defense, or the form in which it uses that knowledge.
         local: the clients' local steps.
         local_known: what the attacker knows about them, see `ThreatModel`.
@@ -217,7 +219,7 @@ def play(
     )
     candidates = as_batch(task, games.split.batch(games.pool))
     generator = derived_generator(seed, "attack", str(attack), device=task.device)
-    return attack.identify(task, updates, candidates, threat, generator=generator, progress=progress)
+    return attack.identify(task, updates, candidates, threat, among=among, generator=generator, progress=progress)
 
 
 def _announced(
