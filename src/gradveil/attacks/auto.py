@@ -105,10 +105,8 @@ class Auto(Attack):
     learned: Tensors | None = state()
 
     def budgeted(self, victims: int) -> tuple[float, float]:
-        """As `Attack.budgeted`: all searches together are tried for as long as the simulated clients may take, the best
-        of them perhaps for as long again.
-        """
-        return (2 * CLIENTS + LEARNING) * self.seconds, victims * self.seconds
+        """As `Attack.budgeted`: all searches together are tried for as long as the simulated clients may take."""
+        return (CLIENTS + LEARNING) * self.seconds, victims * self.seconds
 
     def check_threat(self, task: Task, threat: ThreatModel) -> None:
         """Refuse what no member can attack, with their reasons."""
