@@ -308,7 +308,7 @@ def test_a_full_disk_is_reported(monkeypatch):
 
     monkeypatch.setattr("gradveil.core.large_arrays.ON_DISK", 100)
     monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(DataError, match="expected room for 1,000 bytes of unpacked data, got No space left on device"):
+    with pytest.raises(DataError, match="expected room for 1,000 bytes, got No space left on device"):
         empty((1000,), np.uint8)
 
 

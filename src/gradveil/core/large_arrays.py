@@ -32,7 +32,7 @@ def empty(shape: Sequence[int], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
             reserve(file.fileno(), 0, size) if reserve else file.truncate(size)
         except OSError as error:
             raise DataError(
-                f"{tempfile.gettempdir()}: expected room for {size:,} bytes of unpacked data, got {error.strerror}; "
+                f"{tempfile.gettempdir()}: expected room for {size:,} bytes, got {error.strerror}; "
                 "free some, or set TMPDIR to another folder"
             ) from error
         return np.memmap(file, kind, "r+", shape=shape)
