@@ -157,12 +157,12 @@ class DualRidge:
         values: how many values a row has (those of weight 0 left out).
 
     Example:
-        >>> rows = torch.eye(3, 8)
+        >>> rows = torch.eye(4, 8)
         >>> update = (rows[:1] + rows[1:2]) / 2
         >>> ridge = DualRidge(weighted_gram(rows), values=8)
         >>> fit = ridge.fit(weighted_products(rows, update), update.square().sum(1), share=0.5)
         >>> (fit.ratios[0] > 0).tolist()
-        [True, True, False]
+        [True, True, False, False]
     """
 
     def __init__(self, gram: Tensor, values: int) -> None:
